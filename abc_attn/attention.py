@@ -1,0 +1,287 @@
+"""BoundedAttention: projections around a control and the bounded memory; one call for prefill, continuing and decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from abc_attn.controls import Control, make_control
+from abc_attn.controls.offline import Packed
+from abc_attn.controls.positional import Softmax
+from abc_attn.core import Memory, State, check_padding, empty_memory, full_precision, group_heads, memory_dtype, read, write
+from abc_attn.kernels import choose_backend, scan
+
+
+class BoundedAttention(nn.Module):
+    """Multi-head attention over a memory of `slots` rows that `control` fills. Batch first.
+
+    control: a name, "name:slots", several joined by "+", or a Control (the same one in several layers ties them).
+    num_kv_heads: fewer key and value heads than query heads (grouped heads). context_dim: width of `context`.
+    Other options go to the control; one it does not declare is an error.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        control: str | Control = "mlp",
+        slots: int | None = None,
+        *,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        context_dim: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+        backend: str = "auto",
+        **control_options: Any,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        context_dim = embed_dim if context_dim is None else context_dim
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if causal and context_dim != embed_dim:
+            raise ValueError("cross-attention is not causal: leave out causal=True or context_dim")
+        choose_backend(backend, tokens=2)
+        self.embed_dim, self.context_dim = embed_dim, context_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
+        self.causal, self.dropout, self.scale, self.backend = causal, dropout, scale, backend
+        site = {"embed_dim": context_dim, "num_heads": num_kv_heads, "head_dim": self.head_dim, "causal": causal}
+        if isinstance(control, Control):
+            self._check_shared(control, slots, site, control_options)
+            self.control = control
+        else:
+            self.control = make_control(control, slots, **site, **control_options)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+        below: Tensor | None = None,
+    ) -> Any:
+        """x `b t D` attends to itself, or to `context` `b s D'`. Returns `b t D`, with the new State if return_state.
+
+        A state goes on from an earlier call: x, or context, is appended to its memory. Of a cross-attention's state
+        without context it only reads. key_padding_mask (`b t`, or `b s` with context) is True at padding; the output
+        is zero there in self-attention, and wherever a row has no real token to attend to. `below` `b n D` is the
+        `state.packed` of the layer below, for controls carried by depth.
+        """
+        source = self._source(x, context, key_padding_mask, state, below)
+        q = self._heads(self.q_proj(x))
+        if source is None:
+            assert state is not None
+            out = self._read(q, state)
+        else:
+            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+            tokens = x.new_full((len(x),), source.shape[1], dtype=torch.int64)
+            length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
+            length = length if state is None else state.length + length
+            if isinstance(self.control, Softmax):
+                out, state = self._exact(q, k, v, key_padding_mask, state, length)
+            else:
+                out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
+            state = state._replace(cross=context is not None)
+        y = self.out_proj(out.transpose(1, 2).flatten(2))
+        if source is None or key_padding_mask is not None:  # otherwise every query has something to read
+            y = y.masked_fill((state.length == 0)[:, None, None], 0)
+        if source is x and key_padding_mask is not None:
+            y = y.masked_fill(key_padding_mask[..., None], 0)
+        return (y, state) if return_state else y
+
+    def _bounded(
+        self,
+        source: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        state: State | None,
+        length: Tensor,
+        below: Tensor | None,
+    ) -> tuple[Tensor, State]:
+        memory, inner = (None, self.control.begin(*k.shape[:2], k)) if state is None else (state.memory, state.inner)
+        if below is not None:
+            assert inner is not None
+            inner = (below, *inner[1:])
+        decided, inner = self.control(source, k, key_padding_mask, inner)
+        if self.control.linear:
+            k = k[..., :0]  # a linear read has no use for the memory of keys
+        readable = None if decided.readable is None else decided.readable[:, :, -1].clone()
+        if self.causal:
+            out, memory = scan(
+                self._features(q),
+                k,
+                v,
+                decided,
+                memory,
+                linear=self.control.linear,
+                mask_empty=self.control.mask_empty,
+                scale=self.scale,
+                key_padding_mask=key_padding_mask,
+                dropout=self.dropout if self.training else 0.0,
+                backend=self.backend,
+            )
+            return out, State(memory, inner, length, self.control.describe(), readable)
+        memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
+        state = State(memory, inner, length, self.control.describe(), readable)
+        if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
+            heads = memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+            state = state._replace(packed=self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype)))
+        return self._read(q, state), state
+
+    def _read(self, q: Tensor, state: State) -> Tensor:
+        """Read without writing: encoder self-attention and cross-attention."""
+        dropout = self.dropout if self.training else 0.0
+        if isinstance(self.control, Softmax):
+            return self._attend(q, state.memory, state.memory.used[:, :1, None])
+        memory, mask_empty = state.memory, self.control.mask_empty
+        if state.readable is not None:
+            seen = state.readable & memory.used if mask_empty else state.readable.expand_as(memory.used)
+            memory, mask_empty = memory._replace(used=seen), True
+        linear, scale = self.control.linear, self.scale
+        return read(self._features(q), memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
+
+    def _features(self, q: Tensor) -> Tensor:
+        """f(q) for a linear read, each query head mapped by the key head it reads."""
+        if not self.control.linear:
+            return q
+        grouped = group_heads(q, self.num_kv_heads)
+        mapped = self.control.features(grouped.flatten(2, 3))
+        return mapped.view(*q.shape[:-1], mapped.shape[-1])
+
+    def _exact(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_padding_mask: Tensor | None,
+        state: State | None,
+        length: Tensor,
+    ) -> tuple[Tensor, State]:
+        """Softmax attention over every token so far: a memory with phi_t = e_t and no bound."""
+        t, dtype = k.shape[2], memory_dtype(k)
+        old = empty_memory(k, v, 0) if state is None else state.memory
+        real = k.new_ones(len(k), t, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
+        used = torch.cat([old.used, real[:, None].expand(k.shape[:3])], dim=2)
+        memory = Memory(
+            torch.cat([old.k, k.to(dtype)], dim=2), torch.cat([old.v, v.to(dtype)], dim=2), used.to(dtype), used
+        )
+        seen = used[:, :1, None]
+        if self.causal:
+            seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
+        plain = self.causal and state is None and key_padding_mask is None
+        out = self._attend(q, memory, seen, plain)
+        if key_padding_mask is not None:  # a token's slot is its position, whatever padding stood around it
+            out = out.masked_fill(key_padding_mask[:, None, :, None], 0) if self.causal else out
+            order = (~used[:, 0]).sort(dim=1, stable=True).indices[:, : max(1, int(length.max()))]
+            memory = Memory(*(part.take_along_dim(order.view(len(k), 1, -1, *[1] * (part.dim() - 3)), 2) for part in memory))
+            kept = memory.used[..., None]
+            memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
+        return out, State(memory, None, length, self.control.describe())
+
+    def _attend(self, q: Tensor, memory: Memory, seen: Tensor, causal: bool = False) -> Tensor:
+        """softmax(K q) over the tokens in `seen`, `b 1 t n`; zeros where there is none."""
+        dropout = self.dropout if self.training else 0.0
+        if self.backend == "reference":
+            seen = seen.expand(-1, self.num_kv_heads, q.shape[2], -1)
+            steps = range(q.shape[2])
+            masked = [memory._replace(used=seen[:, :, t]) for t in steps]
+            return torch.cat(
+                [read(q[:, :, t, None], masked[t], mask_empty=True, scale=self.scale, dropout=dropout) for t in steps], dim=2
+            )
+        blind = ~seen.any(-1, keepdim=True)
+        with full_precision(q):
+            out = F.scaled_dot_product_attention(
+                q.to(memory.k.dtype),
+                memory.k,
+                memory.v,
+                attn_mask=None if causal else seen | blind,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=self.scale,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+        return out.masked_fill(blind, 0).to(q.dtype)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _source(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        key_padding_mask: Tensor | None,
+        state: State | None,
+        below: Tensor | None,
+    ) -> Tensor | None:
+        """What is written: x, the context, or nothing; after checking that all that was given fits together."""
+        for name, tensor, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
+            if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[1] < 1):
+                raise ValueError(f"{name} must have shape (batch, tokens from 1, {width}), got {tuple(tensor.shape)}")
+        if context is not None and self.causal:
+            raise ValueError("a causal attention attends to x alone; leave out context, or build it with causal=False")
+        if context is not None and len(context) != len(x):
+            raise ValueError(f"x and context must have the same batch, got {len(x)} and {len(context)}")
+        if state is not None:
+            self._check_state(state, len(x), context is not None)
+        source = context if context is not None else None if state is not None and state.cross else x
+        if source is None and key_padding_mask is not None:
+            raise ValueError("key_padding_mask marks padding in new keys, and a cross-attention state without context adds none")
+        if source is x and self.context_dim != self.embed_dim:
+            raise ValueError(f"this attention reads a context of width {self.context_dim}; pass context=, or a state that holds one")
+        if source is not None:
+            check_padding(key_padding_mask, len(source), source.shape[1])
+            if state is not None and not self.control.appends:
+                raise ValueError(f"{self.control.title()} needs the whole sequence at once; it cannot append to a state")
+        if below is not None:
+            if not isinstance(self.control, Packed):
+                raise ValueError(f"below= is for controls carried by depth (luna, workspace), not {self.control.title()}")
+            expected = (len(x), self.control.slots, self.control.embed_dim)
+            if below.shape != expected:
+                raise ValueError(f"below must have shape {expected} (batch, slots, width), got {tuple(below.shape)}")
+            if state is not None:
+                raise ValueError("below= starts a memory; a state has started its own. Give one of them")
+        return source
+
+    def _check_state(self, state: State, batch: int, has_context: bool) -> None:
+        if not isinstance(state, State):
+            raise TypeError(f"state must be a State, as an earlier call returned it, got {type(state).__name__}")
+        if state.control != self.control.describe():
+            raise ValueError(f"this state was written by control {state.control!r}, this attention has {self.control.describe()!r}")
+        if has_context and not state.cross:
+            raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
+        rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
+        expected = (batch, self.num_kv_heads, rows, self.head_dim)
+        if state.memory.v.shape != expected:
+            raise ValueError(
+                f"this state's memory has shape {tuple(state.memory.v.shape)} (batch, heads, slots, width), "
+                f"{expected} is needed here"
+            )
+
+    def _check_shared(self, control: Control, slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> None:
+        if options:
+            raise TypeError(f"options go to a control built here, not to one passed in: {', '.join(options)}")
+        if slots not in (None, control.slots):
+            raise ValueError(f"slots={slots} contradicts the control passed in, which has {control.slots}")
+        for name, needed in site.items():
+            if getattr(control, name) != needed:
+                raise ValueError(f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}")
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, causal={self.causal}"

@@ -1,0 +1,17 @@
+"""Every control of the paper, by name in CONTROLS."""
+
+from abc_attn.controls import features, learned, offline, positional
+from abc_attn.controls.base import CONTROLS, Composition, Control, Gated, make_control, register_control
+
+__all__ = [
+    "CONTROLS",
+    "Composition",
+    "Control",
+    "Gated",
+    "features",
+    "learned",
+    "make_control",
+    "offline",
+    "positional",
+    "register_control",
+]

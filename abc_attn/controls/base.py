@@ -1,0 +1,321 @@
+"""What a control is, how one is registered, made from its name, gated, and set beside others.
+
+A control decides what each token writes (`Write`); it never touches the memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from abc_attn.core import Write
+
+InnerState = tuple[Tensor, ...] | None
+
+CONTROLS: dict[str, type[Control]] = {}
+
+
+class Control(nn.Module):
+    """Decides how much of each token enters each slot. Subclass it, implement `forward`, and register it by name.
+
+    embed_dim is the width of x (what the key projection reads), num_heads and head_dim are those of the keys. A
+    keyword-only argument that a subclass adds is an option of the control, kept as an attribute of the same name.
+    """
+
+    paper: str = ""  # where the paper describes it
+    online: bool = True  # decides from tokens <= t alone, so it can be causal
+    linear: bool = False  # read by f(q) / (f(q) . mass) instead of softmax(K q)
+    mask_empty: bool = False  # slots never written are not read
+    composable: bool = True
+    holds_tokens: bool = False  # keeps single tokens for good ...
+    skips_held: bool = False  # ... which this control then leaves to the part that holds them
+
+    name: str = ""  # as registered
+
+    def __init__(self, slots: int, *, embed_dim: int, num_heads: int, head_dim: int, causal: bool = False) -> None:
+        super().__init__()
+        if not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"{self.title()} needs at least 1 slot, got slots={slots!r}")
+        if causal and not self.online:
+            able = ", ".join(name for name, control in CONTROLS.items() if control.online)
+            raise ValueError(
+                f"{self.title()} cannot be causal: its phi depends on the whole sequence. Use it with causal=False, or one of: {able}"
+            )
+        self.slots, self.embed_dim, self.num_heads, self.head_dim, self.causal = slots, embed_dim, num_heads, head_dim, causal
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        """The control's own state before any token: tensors with the batch first, or None."""
+        return None
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; padding (True) must not count."""
+        raise NotImplementedError
+
+    def features(self, q: Tensor) -> Tensor:
+        """f(q), `b h t d` -> `b h t n`, for a linear read."""
+        return q
+
+    @property
+    def rows(self) -> int:
+        """Rows of the memory; `slots` unless a control needs several to offer one."""
+        return self.slots
+
+    @property
+    def appends(self) -> bool:
+        """Whether a later call may add tokens to what this one wrote."""
+        return True
+
+    @classmethod
+    def default_slots(cls, head_dim: int) -> int:
+        return 64
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """The options this control declares, with their defaults; any online control takes `gate` besides."""
+        own = inspect.signature(cls.__init__).parameters.values()
+        shared = inspect.signature(Control.__init__).parameters
+        options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY and p.name not in shared}
+        return options | {"gate": False} if cls.online and cls.composable else options
+
+    @classmethod
+    def title(cls) -> str:
+        return f"control {(cls.name or cls.__name__)!r}"
+
+    def describe(self) -> str:
+        """The name, slots and options that make two states interchangeable: "compressive:8(ratio=2)"."""
+        set_here = {name: getattr(self, name, default) for name, default in self.options().items()}
+        changed = [f"{name}={value}" for name, value in set_here.items() if value != self.options()[name] and name != "gate"]
+        changed += ["gate"] if getattr(self, "gate", None) else []
+        return f"{self.name or type(self).__name__}:{self.slots}" + (f"({', '.join(changed)})" if changed else "")
+
+    def extra_repr(self) -> str:
+        return f"{self.describe()}, causal={self.causal}"
+
+
+C = TypeVar("C", bound=type[Control])
+
+
+def register_control(name: str) -> Callable[[C], C]:
+    """Class decorator: make the control available as `name` (letters, digits, _ and -)."""
+
+    def register(control: C) -> C:
+        if not (isinstance(control, type) and issubclass(control, Control)):
+            raise TypeError(f"register_control decorates a subclass of Control, got {control!r}")
+        if not name.replace("_", "").replace("-", "").isalnum():
+            raise ValueError(f"a control's name consists of letters, digits, _ and -, got {name!r}")
+        if CONTROLS.get(name, control).__qualname__ != control.__qualname__:
+            raise ValueError(f"control {name!r} is registered already, by {CONTROLS[name].__qualname__}")
+        control.name = name
+        CONTROLS[name] = control
+        return control
+
+    return register
+
+
+def make_control(
+    control: str,
+    slots: int | None = None,
+    *,
+    embed_dim: int,
+    num_heads: int,
+    head_dim: int | None = None,
+    causal: bool = False,
+    **options: Any,
+) -> Control:
+    """Build a control from its name, "name:slots", or several joined by "+" ("window:32+mlp:32").
+
+    An option goes to every part that declares it; one that no part declares is an error. Pass the result to several
+    layers to tie them.
+    """
+    if not isinstance(control, str):
+        raise TypeError(f"control must be a string such as 'mlp' or 'window:32+mlp:32', got {type(control).__name__}")
+    parts = [_parse(part, control) for part in control.split("+")]
+    for option in options:
+        declared = sorted({known for cls, _ in parts for known in cls.options()})
+        if option not in declared:
+            raise TypeError(f"control {control!r} has no option {option!r}; declared: {', '.join(declared) or 'none'}")
+    head_dim = embed_dim // num_heads if head_dim is None else head_dim
+    site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+    if len(parts) == 1:
+        cls, given = parts[0]
+        if None not in (given, slots) and given != slots:
+            raise ValueError(f"slots={slots} contradicts control {control!r}; give one of them")
+        return _build(cls, given or slots, site, options)
+    made = [_build(cls, given, site, {o: x for o, x in options.items() if o in cls.options()}) for cls, given in parts]
+    whole = Composition(made)
+    if slots is not None and slots != whole.slots:
+        raise ValueError(f"slots={slots} contradicts control {control!r}, whose parts have {whole.slots} in all; leave slots out")
+    return whole
+
+
+def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
+    name, colon, count = part.strip().partition(":")
+    if name not in CONTROLS:
+        raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}")
+    if not colon:
+        return CONTROLS[name], None
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"the slots of a control are a whole number from 1, as in '{name}:32', got {part.strip()!r}")
+    return CONTROLS[name], int(count)
+
+
+def _build(cls: type[Control], slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> Control:
+    gate = options.get("gate", False)
+    wrap = gate and "gate" not in inspect.signature(cls.__init__).parameters  # running means put the gate inside
+    if "gate" in options and (wrap or not gate):
+        options = {option: value for option, value in options.items() if option != "gate"}
+    control = cls(cls.default_slots(site["head_dim"]) if slots is None else slots, **site, **options)
+    return Gated(control) if wrap else control
+
+
+class Gate(nn.Linear):
+    """The logit of g_t = sigmoid(w x_t + bias), one per head and token: how much of the memory is kept (section 4)."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control.embed_dim, control.num_heads)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        # From the start the heads forget over about 8 to 400 tokens; at sigmoid(0) they would all forget over two.
+        with torch.no_grad():
+            self.bias.copy_(torch.linspace(2.0, 6.0, self.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mT[..., None]  # b h t 1
+
+    @staticmethod
+    def apply_to(write: Write, logit: Tensor) -> Write:
+        """phi -> (1 - g) phi, and g decays what was there."""
+        keep = F.logsigmoid(logit).expand(-1, -1, -1, write.phi.shape[-1])
+        log_decay = keep if write.log_decay is None else keep + write.log_decay
+        return Write(torch.sigmoid(-logit) * write.phi, log_decay, write.readable)
+
+
+class Gated(Control):
+    """A control with `gate=True`: the memory also forgets, at a rate each token decides (section 4)."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(
+            control.slots,
+            embed_dim=control.embed_dim,
+            num_heads=control.num_heads,
+            head_dim=control.head_dim,
+            causal=control.causal,
+        )
+        self.control, self.gate = control, Gate(control)
+        for flag in ("online", "linear", "mask_empty", "holds_tokens", "skips_held"):
+            setattr(self, flag, getattr(control, flag))
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return self.control.begin(batch, heads, like)
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        write, state = self.control(x, k, key_padding_mask, state)
+        return Gate.apply_to(write, self.gate(x)), state
+
+    def features(self, q: Tensor) -> Tensor:
+        return self.control.features(q)
+
+    @property
+    def rows(self) -> int:
+        return self.control.rows
+
+    @property
+    def appends(self) -> bool:
+        return self.control.appends
+
+    def describe(self) -> str:
+        return f"gated {self.control.describe()}"
+
+
+class Composition(Control):
+    """The slots of several controls side by side, under one read. A token that a `global` part holds stays out of the
+    window, random and compressive parts, so that it is not counted twice."""
+
+    def __init__(self, parts: Sequence[Control]) -> None:
+        for part in parts:
+            if not part.composable:
+                raise ValueError(f"{part.title()} cannot be combined with others by '+'; use it alone")
+        if len({part.linear for part in parts}) > 1:
+            kinds = ", ".join(f"{part.name or part.describe()} is {'linear' if part.linear else 'softmax'}" for part in parts)
+            raise ValueError(f"the parts of a '+' must share one kind of read: {kinds}")
+        self.online = all(part.online for part in parts)
+        first = parts[0]
+        super().__init__(
+            sum(part.slots for part in parts),
+            embed_dim=first.embed_dim,
+            num_heads=first.num_heads,
+            head_dim=first.head_dim,
+            causal=first.causal,
+        )
+        self.parts = nn.ModuleList(parts)
+        self.linear = first.linear
+        self.mask_empty = any(part.mask_empty for part in parts)
+        self._sizes = [len(part.begin(1, part.num_heads, torch.zeros(())) or ()) for part in parts]
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return tuple(tensor for part in self.parts for tensor in part.begin(batch, heads, like) or ())
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        rest = iter(state or ())
+        states = [tuple(next(rest) for _ in range(size)) or None for size in self._sizes]
+        decided: list[tuple[Write, InnerState]] = [None] * len(states)  # type: ignore[list-item]
+        held = None  # b t   tokens that some part keeps for good
+        for i in sorted(range(len(states)), key=lambda i: not self.parts[i].holds_tokens):
+            part = self.parts[i]
+            if held is None or not part.skips_held:
+                decided[i] = part(x, k, key_padding_mask, states[i])
+            else:  # to this part a held token is as good as padding
+                left_out = held if key_padding_mask is None else held | key_padding_mask
+                write, own = part(x, k, left_out, states[i])
+                decided[i] = _silence(write, left_out), own
+            if part.holds_tokens:
+                holds = (decided[i][0].phi != 0).any(-1).any(1).expand(x.shape[:2])
+                held = holds if held is None else held | holds
+        return _side_by_side([write for write, _ in decided]), tuple(t for _, own in decided for t in own or ())
+
+    def features(self, q: Tensor) -> Tensor:
+        return torch.cat([part.features(q) for part in self.parts], dim=-1)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def appends(self) -> bool:
+        return all(part.appends for part in self.parts)
+
+    def describe(self) -> str:
+        return "+".join(part.describe() for part in self.parts)
+
+
+def _silence(write: Write, padding: Tensor) -> Write:
+    padding = padding[:, None, :, None]
+    log_decay = None if write.log_decay is None else write.log_decay.masked_fill(padding, 0)
+    return Write(write.phi.masked_fill(padding, 0), log_decay, write.readable)
+
+
+def _side_by_side(writes: Sequence[Write]) -> Write:
+    """One write whose slots are those of all, in order."""
+    b, h = (max(write.phi.shape[axis] for write in writes) for axis in (0, 1))
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.expand(b, h, -1, -1) for part in parts], dim=-1)
+
+    phi, log_decay, readable = joined([w.phi for w in writes]), None, None
+    if any(w.log_decay is not None for w in writes):
+        log_decay = joined([torch.zeros_like(w.phi) if w.log_decay is None else w.log_decay for w in writes])
+    if any(w.readable is not None for w in writes):
+        readable = joined([torch.ones_like(w.phi, dtype=torch.bool) if w.readable is None else w.readable for w in writes])
+    return Write(phi, log_decay, readable)

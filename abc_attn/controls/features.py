@@ -1,0 +1,131 @@
+"""Kernel methods: phi_t = f(k_t) and a linear read, o_t = f(q_t) V_t / (f(q_t) . mass_t). `slots` is the width of f.
+
+q is not scaled before f; where a method scales its input, f does it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from abc_attn.controls.base import Control, InnerState, register_control
+from abc_attn.controls.positional import at_least
+from abc_attn.core import Write
+
+
+class FeatureMap(Control):
+    """A control that is its feature map."""
+
+    linear = True
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        return Write(self.features(k)), state
+
+
+@register_control("elu")
+class Elu(FeatureMap):
+    """f(x) = elu(x) + 1 (Katharopoulos et al. 2020); as many slots as the head is wide."""
+
+    paper = "4, 5.1"
+
+    def __init__(self, slots: int, **site: Any) -> None:
+        super().__init__(slots, **site)
+        if slots != self.head_dim:
+            raise ValueError(f"control 'elu' has as many slots as the head is wide, {self.head_dim}, got {slots}; leave slots out")
+
+    @classmethod
+    def default_slots(cls, head_dim: int) -> int:
+        return head_dim
+
+    def features(self, q: Tensor) -> Tensor:
+        return F.elu(q) + 1
+
+
+@register_control("rfa")
+class RFA(FeatureMap):
+    """Random Fourier features of the normed input, [sin, cos](w x) (Peng et al. 2021). Weights may be negative."""
+
+    paper = "4, 5.1"
+
+    def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
+        super().__init__(slots, **site)
+        if slots % 2:
+            raise ValueError(f"control 'rfa' needs an even number of slots (a sine and a cosine each), got {slots}")
+        self.seed = seed
+        directions = torch.randn(slots // 2, self.head_dim, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("directions", directions)
+        self.sigma = nn.Parameter(torch.ones(self.num_heads, 1, self.head_dim))  # the bandwidth is learned, as in RFA
+
+    def features(self, q: Tensor) -> Tensor:
+        angles = (F.normalize(q, dim=-1) * self.sigma) @ self.directions.to(q.dtype).mT
+        return torch.cat([angles.sin(), angles.cos()], dim=-1) * (self.slots / 2) ** -0.5
+
+
+@register_control("t2r")
+class T2R(FeatureMap):
+    """f(x) = relu(W x + b), learned per head (Kasai et al. 2021); meant to start from a trained softmax model."""
+
+    paper = "4, 5.1"
+
+    def __init__(self, slots: int, **site: Any) -> None:
+        super().__init__(slots, **site)
+        self.weight = nn.Parameter(torch.randn(self.num_heads, self.head_dim, slots) * self.head_dim**-0.5)
+        self.bias = nn.Parameter(torch.zeros(self.num_heads, 1, slots))
+
+    def features(self, q: Tensor) -> Tensor:
+        return F.relu(q @ self.weight + self.bias)
+
+
+@register_control("favor")
+class Favor(FeatureMap):
+    """Positive orthogonal random features of the softmax kernel (Choromanski et al. 2021)."""
+
+    paper = "4"
+
+    def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
+        super().__init__(slots, **site)
+        self.seed = seed
+        self.register_buffer("directions", _orthogonal(slots, self.head_dim, torch.Generator().manual_seed(seed)))
+
+    def features(self, q: Tensor) -> Tensor:
+        # exp(w x - |x|^2 / 2) <= exp(|w|^2 / 2), about exp(d / 2): no stabiliser, which a causal f could not have.
+        x = q * self.head_dim**-0.25
+        return (x @ self.directions.to(q.dtype).mT - x.square().sum(-1, keepdim=True) / 2).exp() * self.slots**-0.5
+
+
+@register_control("dpfp")
+class DPFP(FeatureMap):
+    """Deterministic parameter-free projection (Schlag et al. 2021): products of rectified entries `order` apart."""
+
+    paper = "4"
+
+    def __init__(self, slots: int, *, order: int | None = None, **site: Any) -> None:
+        super().__init__(slots, **site)
+        width = 2 * self.head_dim
+        self.order = slots // width if order is None else at_least(1, order=order)
+        if slots != width * self.order:
+            raise ValueError(
+                f"control 'dpfp' has 2 * head_dim * order slots, a multiple of {width}"
+                + ("" if order is None else f" and {width * order} with order={order}")
+                + f", got {slots}"
+            )
+
+    @classmethod
+    def default_slots(cls, head_dim: int) -> int:
+        return 2 * head_dim
+
+    def features(self, q: Tensor) -> Tensor:
+        x = torch.cat([q, -q], dim=-1).relu()
+        return torch.cat([x * x.roll(i, -1) for i in range(1, self.order + 1)], dim=-1)
+
+
+def _orthogonal(rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """Gaussian rows, orthogonal within blocks of `width`, with the lengths of independent Gaussian vectors."""
+    blocks = [torch.linalg.qr(torch.randn(width, width, generator=generator)).Q for _ in range(-(-rows // width))]
+    lengths = torch.randn(rows, width, generator=generator).norm(dim=1, keepdim=True)
+    return torch.cat(blocks)[:rows] * lengths

@@ -1,0 +1,157 @@
+"""Controls that look at the keys, or at the layer below: clustering, LUNA and the shared workspace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from abc_attn.controls.base import Control, Gate, InnerState, register_control
+from abc_attn.controls.positional import at_least, count_positions
+from abc_attn.core import Write, memory_dtype
+from abc_attn.normaliser import empty_total, running_mean
+
+
+@register_control("cluster")
+class Cluster(Control):
+    """Attention over the centroids of the keys: k-means over all of them, or one pass in order if causal."""
+
+    paper = "3.2"
+    mask_empty = True
+
+    def __init__(self, slots: int, *, iterations: int = 10, gate: bool = False, **site: Any) -> None:
+        super().__init__(slots, **site)
+        self.iterations = at_least(1, iterations=iterations)
+        self.gate = Gate(self) if gate else None
+
+    @property
+    def appends(self) -> bool:
+        return self.causal
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        centroids = like.new_zeros(batch, heads, self.slots, self.head_dim, dtype=memory_dtype(like))
+        seen = torch.zeros(batch, dtype=torch.int64, device=like.device)
+        return centroids, seen, empty_total(batch, heads, self.slots, like)
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        centroids, seen, log_total = state
+        position, count = count_positions(seen, key_padding_mask, x)
+        gate = None if self.gate is None else self.gate(x)
+        with torch.no_grad(), torch.autocast(k.device.type, enabled=False):  # who belongs where carries no gradient
+            keys = k.detach().to(centroids.dtype)
+            if self.causal:
+                member, centroids = _in_order(keys, position, key_padding_mask, gate, centroids, log_total)
+            else:
+                member = _k_means(keys, position, count, key_padding_mask, self.slots, self.iterations)
+            log_member = torch.zeros_like(member, dtype=keys.dtype).masked_fill(~member, -torch.inf)
+        # M_ij / sum_l M_lj is a mean over the members: the running mean of weights that are 0 or 1.
+        write, log_total = running_mean(log_member, log_total, key_padding_mask, gate, causal=self.causal)
+        return write, (centroids, count, log_total)
+
+
+def _in_order(
+    keys: Tensor, position: Tensor, key_padding_mask: Tensor | None, gate: Tensor | None, centroids: Tensor, log_total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The cluster of every token in one pass, `b h t`, and the centroids after it.
+
+    The first n tokens open a cluster each; every other one joins the nearest running mean, the lowest index on a tie.
+    """
+    slots, members = centroids.shape[2], []
+    index = torch.arange(slots, device=keys.device)
+    for t in range(keys.shape[2]):
+        key, time = keys[:, :, t, None], position[:, t, None, None]  # b h 1 d, b 1 1
+        apart = (centroids - key).square().sum(-1).masked_fill(index >= time, torch.inf)
+        joined = index == torch.where(time < slots, time, apart.argmin(-1, keepdim=True))  # b h n
+        if key_padding_mask is not None:
+            joined = joined & ~key_padding_mask[:, t, None, None]
+        # The centroid moves by the token's share of its cluster, whose (gated) size is kept as its logarithm.
+        share = torch.where(joined, 0.0, -torch.inf).to(log_total.dtype)
+        if gate is not None:
+            log_total, share = log_total + F.logsigmoid(gate[:, :, t]), share + F.logsigmoid(-gate[:, :, t])
+        log_total = torch.logaddexp(log_total, share)
+        moved = centroids + (share - log_total).exp()[..., None].to(centroids.dtype) * (key - centroids)
+        centroids = torch.where(joined[..., None], moved, centroids)
+        members.append(joined)
+    return torch.stack(members, dim=2), centroids
+
+
+def _k_means(
+    keys: Tensor, position: Tensor, count: Tensor, key_padding_mask: Tensor | None, slots: int, iterations: int
+) -> Tensor:
+    """Lloyd's iterations from evenly spaced tokens: membership `b h t n`, in which some clusters may be empty."""
+    b, h, t, d = keys.shape
+    real = torch.ones(b, t, dtype=torch.bool, device=keys.device) if key_padding_mask is None else ~key_padding_mask
+    start = torch.arange(slots, device=keys.device) * count[:, None] // slots  # b n   the position each cluster starts from
+    found = (position[:, None] == start[..., None]) & real[:, None]
+    centroids = torch.where(found[:, None], 1.0, 0.0).to(keys.dtype) @ keys.masked_fill(~real[:, None, :, None], 0)
+    index = torch.arange(slots, device=keys.device)
+    for _ in range(iterations):
+        # |k|^2 is the same for every centroid and left out.
+        apart = centroids.square().sum(-1)[:, :, None] - 2 * keys @ centroids.mT
+        member = (apart.argmin(-1, keepdim=True) == index) & real[:, None, :, None]
+        size = member.sum(2)[..., None]
+        means = member.to(keys.dtype).mT @ keys.masked_fill(~real[:, None, :, None], 0) / size.clamp(min=1)
+        centroids = torch.where(size > 0, means, centroids)
+    return member
+
+
+class Packed(Control):
+    """What LUNA and the shared workspace have in common: P, the memory of the layer below, attends over the tokens."""
+
+    online = False
+    composable = False
+
+    def __init__(self, slots: int, **site: Any) -> None:
+        super().__init__(slots, **site)
+        self.packed = nn.Parameter(torch.randn(slots, self.embed_dim))  # P of the first layer
+        self.query = nn.Linear(self.embed_dim, self.num_heads * self.head_dim)
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return self.packed.expand(batch, -1, -1), empty_total(batch, heads, self.slots, like)
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        packed, log_total = state
+        query = self.query(packed).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # b h n d
+        logits = k @ query.mT.to(k.dtype) * self.head_dim**-0.5  # b h t n
+        logits = self.compete(logits.to(memory_dtype(logits)), key_padding_mask)
+        write, log_total = running_mean(logits, log_total, key_padding_mask, causal=False)
+        return write, (packed, log_total)
+
+    def compete(self, logits: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        return logits
+
+
+@register_control("luna")
+class Luna(Packed):
+    """LUNA: phi is the softmax over tokens of P x, with P carried up from the layer below (`below=`)."""
+
+    paper = "A.5"
+
+
+@register_control("workspace")
+class Workspace(Packed):
+    """Shared workspace: as luna, but for each slot only the `topk` best tokens may write."""
+
+    paper = "A.5"
+
+    def __init__(self, slots: int, *, topk: int = 16, **site: Any) -> None:
+        super().__init__(slots, **site)
+        self.topk = at_least(1, topk=topk)
+
+    @property
+    def appends(self) -> bool:
+        return False  # who wins depends on all competitors
+
+    def compete(self, logits: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        if key_padding_mask is not None:
+            logits = logits.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
+        weakest = logits.detach().topk(min(self.topk, logits.shape[2]), dim=2).values[:, :, -1:]
+        return logits.masked_fill(logits < weakest, -torch.inf)

@@ -1,0 +1,389 @@
+"""The bounded memory: one write rule, two reads, and the loop that defines what every fast path must give.
+
+    memory_t = exp(log_decay_t) * memory_{t-1} + phi_t (x) [k_t, v_t, 1]                  write (eq. 3 and 5)
+    o_t      = p_t . V_t,   p_t = softmax(K_t q_t)   or   f(q_t) / (f(q_t) . mass_t)      read  (eq. 4)
+
+Axes, here and everywhere: b batch, h heads, t tokens, n slots, d key width, e value width.
+Queries may have more heads than keys (grouped heads): query head i reads the memory of head i // (query heads / h).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Write(NamedTuple):
+    """What a control decides for t tokens. The batch and head axes may be 1: the same for every row or head."""
+
+    phi: Tensor  # b h t n   share of token t entering each slot (any sign)
+    log_decay: Tensor | None = None  # b h t n   <= 0, -inf empties the slot; None keeps everything
+    readable: Tensor | None = None  # b h t n   bool: which slots query t may read; None means all
+
+
+class Memory(NamedTuple):
+    """The bounded memory. Its size never depends on t."""
+
+    k: Tensor  # b h n d   fp32 or wider, always
+    v: Tensor  # b h n e
+    mass: Tensor  # b h n     the memory of the constant 1
+    used: Tensor  # b h n     bool: written since it was last emptied
+
+
+def empty_memory(k: Tensor, v: Tensor, slots: int) -> Memory:
+    """The memory before any token, for keys `b h t d` and values `b h t e`."""
+    b, h, _, d = k.shape
+    dtype = memory_dtype(k)
+    return Memory(
+        k=k.new_zeros(b, h, slots, d, dtype=dtype),
+        v=v.new_zeros(b, h, slots, v.shape[-1], dtype=dtype),
+        mass=k.new_zeros(b, h, slots, dtype=dtype),
+        used=k.new_zeros(b, h, slots, dtype=torch.bool),
+    )
+
+
+def write_token(memory: Memory, k: Tensor, v: Tensor, phi: Tensor, log_decay: Tensor | None) -> Memory:
+    """The write rule for one token: k `b h d`, v `b h e`, phi and log_decay `b h n`."""
+    used = memory.used
+    if log_decay is not None:
+        decay = log_decay.exp()
+        memory = Memory(decay[..., None] * memory.k, decay[..., None] * memory.v, decay * memory.mass, used)
+        used = used & (log_decay != -torch.inf)
+    return Memory(
+        k=memory.k + phi[..., None] * k[..., None, :],
+        v=memory.v + phi[..., None] * v[..., None, :],
+        mass=memory.mass + phi,
+        used=used | (phi != 0),
+    )
+
+
+def read(
+    q: Tensor,
+    memory: Memory,
+    *,
+    linear: bool = False,
+    mask_empty: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Read one memory with many queries: q `b h t d`, or f(q) `b h t n` with `linear`; returns `b h t e`.
+
+    `mask_empty` leaves out the slots that are not `used`; a query that may read no slot gets zeros. q is scaled by
+    d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Dropout falls on the read weights.
+    """
+    check_queries(q, memory.k, memory.v, memory.k.shape[2], linear)
+    with full_precision(q):
+        grouped = group_heads(q, memory.k.shape[1]).flatten(2, 3).to(memory.v.dtype)  # every group reads alike
+        seen = memory.used[:, :, None] if mask_empty else None
+        if linear:
+            weights = linear_weights(grouped, memory.mass[:, :, None], seen, dropout)
+        else:
+            scores = grouped * query_scale(q, scale) @ memory.k.mT
+            weights = softmax_weights(scores, seen, dropout)
+        out = weights @ memory.v
+    return out.view(*q.shape[:-1], out.shape[-1]).to(q.dtype)
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    write: Write,
+    memory: Memory | None = None,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> Memory:
+    """Write all t tokens at once: the memory after the last of them (encoder self-attention, cross-attention).
+
+    k `b h t d`, v `b h t e`, key_padding_mask `b t` with True where a token is padding.
+    """
+    check_keys(k, v, write, memory, key_padding_mask)
+    with full_precision(k):
+        k, v, write, memory = prepare(k, v, write, memory, key_padding_mask)
+        phi, log_decay = write.phi, write.log_decay
+        if log_decay is not None:
+            later = decay_after(log_decay)  # what happens to token j's share before the end
+            before = (later[:, :, 0] + log_decay[:, :, 0]).exp()  # ... and to the memory there was
+            phi = phi * later.exp()
+            memory = Memory(before[..., None] * memory.k, before[..., None] * memory.v, before * memory.mass, memory.used)
+        return Memory(
+            k=memory.k + phi.mT @ k,
+            v=memory.v + phi.mT @ v,
+            mass=memory.mass + phi.sum(2),
+            used=used_at_end(write, memory.used),
+        )
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    write: Write,
+    memory: Memory,
+    *,
+    linear: bool,
+    mask_empty: bool,
+    scale: float | None,
+    dropout: float,
+) -> tuple[Tensor, Memory]:
+    """Causal attention as the paper writes it: token by token, write, then read. The oracle of every test."""
+    out = []
+    for t in range(q.shape[2]):
+        log_decay = None if write.log_decay is None else write.log_decay[:, :, t]
+        memory = write_token(memory, k[:, :, t], v[:, :, t], write.phi[:, :, t], log_decay)
+        seen, masked = memory, mask_empty
+        if write.readable is not None:
+            readable = write.readable[:, :, t]
+            seen, masked = memory._replace(used=readable & memory.used if mask_empty else readable), True
+        out.append(read(q[:, :, t : t + 1], seen, linear=linear, mask_empty=masked, scale=scale, dropout=dropout))
+    return torch.cat(out, dim=2), memory
+
+
+# The pieces that every backend shares.
+
+
+def memory_dtype(like: Tensor) -> torch.dtype:
+    """fp32 at least, whatever the inputs."""
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off: the memory is never summed in half precision."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def query_scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def group_heads(q: Tensor, heads: int) -> Tensor:
+    """`b (h g) t d` -> `b h g t d`."""
+    return q.unflatten(1, (heads, q.shape[1] // heads))
+
+
+def softmax_weights(scores: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
+    """softmax over the last axis where `seen`; all zeros where nothing is seen."""
+    if seen is None:
+        return F.dropout(scores.softmax(-1), dropout) if dropout else scores.softmax(-1)
+    # A row of -inf would give NaN, in its gradient too: such a row is made finite, then its weights are zeroed.
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0)
+    return F.dropout(weights, dropout) if dropout else weights
+
+
+def linear_weights(features: Tensor, mass: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
+    """f(q) / (f(q) . mass); zeros where the denominator is zero (no eps: the sign and size of the rest are kept)."""
+    if seen is not None:
+        features = features.masked_fill(~seen, 0)
+    total = (features * mass).sum(-1, keepdim=True)
+    weights = (features / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
+    return F.dropout(weights, dropout) if dropout else weights
+
+
+def decay_after(log_decay: Tensor) -> Tensor:
+    """Sum over the later tokens of the t axis (the last but one): sums of one sign, so nothing cancels and -inf is safe."""
+    total = log_decay.flip(-2).cumsum(-2).flip(-2)
+    return F.pad(total[..., 1:, :], (0, 0, 0, 1))
+
+
+def used_at_end(write: Write, used: Tensor) -> Tensor:
+    """`Memory.used` after the last token."""
+    last = _last_event(write)
+    return torch.where(last.amax(2) == 0, used, last.amax(2) % 2 == 1)
+
+
+def used_at_each(write: Write, used: Tensor) -> Tensor:
+    """`Memory.used` after each token, b h t n."""
+    last = _last_event(write).cummax(2).values
+    return torch.where(last == 0, used[:, :, None], last % 2 == 1)
+
+
+def _last_event(write: Write) -> Tensor:
+    """Odd where token t writes a slot, even where it only empties it, 0 where it does neither; growing with t."""
+    time = torch.arange(1, write.phi.shape[2] + 1, device=write.phi.device)[:, None] * 2
+    event = torch.where(write.phi != 0, time + 1, 0)
+    return event if write.log_decay is None else torch.where((write.log_decay == -torch.inf) & (event == 0), time, event)
+
+
+def prepare(
+    k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Write, Memory]:
+    """Full size, full precision, and padding that neither writes nor decays."""
+    b, h, t, _ = k.shape
+    dtype = memory_dtype(k) if memory is None else torch.promote_types(memory_dtype(k), memory.v.dtype)
+    phi, log_decay, readable = (
+        None if part is None else part.expand(b, h, t, part.shape[-1]) for part in (write.phi, write.log_decay, write.readable)
+    )
+    assert phi is not None
+    phi, log_decay = phi.to(dtype), None if log_decay is None else log_decay.to(dtype)
+    k, v = k.to(dtype), v.to(dtype)
+    if key_padding_mask is not None:
+        padding = key_padding_mask[:, None, :, None]
+        phi = phi.masked_fill(padding, 0)
+        log_decay = None if log_decay is None else log_decay.masked_fill(padding, 0)
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)  # 0 * inf must not enter the memory
+    memory = empty_memory(k, v, phi.shape[-1]) if memory is None else memory
+    return k, v, Write(phi, log_decay, readable), memory
+
+
+def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_padding_mask: Tensor | None) -> None:
+    """Refuse what does not fit together, saying what was given and what is accepted."""
+    for name, tensor in (("k", k), ("v", v), *((f"write.{field}", part) for field, part in write._asdict().items())):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 axes (batch, heads, tokens, width), got shape {tuple(tensor.shape)}")
+    b, h, t, d = k.shape
+    if t < 1:
+        raise ValueError(f"at least one token is needed, got k of shape {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"k and v must share batch, heads and tokens, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if not (k.is_floating_point() and v.is_floating_point() and write.phi.is_floating_point()):
+        raise TypeError(f"k, v and phi must be floating point, got {k.dtype}, {v.dtype} and {write.phi.dtype}")
+    n = write.phi.shape[-1]
+    if n < 1:
+        raise ValueError(f"at least one slot is needed, got write.phi of shape {tuple(write.phi.shape)}")
+    for field, part in write._asdict().items():
+        if part is None:
+            continue
+        if part.shape[0] not in (1, b) or part.shape[1] not in (1, h) or part.shape[2:] != (t, n):
+            raise ValueError(
+                f"write.{field} must have shape ({b} or 1, {h} or 1, {t}, {n}) beside k {tuple(k.shape)}, got {tuple(part.shape)}"
+            )
+    if memory is not None:
+        expected = ((b, h, n, d), (b, h, n, v.shape[-1]), (b, h, n), (b, h, n))
+        for field, part, shape in zip(Memory._fields, memory, expected, strict=True):
+            if part.shape != shape:
+                raise ValueError(f"memory.{field} must have shape {shape} for these inputs, got {tuple(part.shape)}")
+    check_padding(key_padding_mask, b, t)
+
+
+def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
+    if key_padding_mask is None:
+        return
+    if key_padding_mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool with True at padding, got {key_padding_mask.dtype}")
+    if key_padding_mask.shape != (b, t):
+        raise ValueError(f"key_padding_mask must have shape ({b}, {t}), got {tuple(key_padding_mask.shape)}")
+
+
+def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, linear: bool) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 axes (batch, heads, tokens, width), got shape {tuple(q.shape)}")
+    if q.shape[0] != v.shape[0] or q.shape[1] % v.shape[1]:
+        raise ValueError(
+            f"q must have batch {v.shape[0]} and a multiple of {v.shape[1]} heads, as the keys and values have, "
+            f"got q of shape {tuple(q.shape)}"
+        )
+    width = slots if linear else k.shape[-1]
+    if q.shape[-1] != width:
+        what = "the number of slots (a linear read takes f(q))" if linear else "the width of the keys"
+        raise ValueError(f"q must have width {width}, {what}, got q of shape {tuple(q.shape)}")
+
+
+class State(NamedTuple):
+    """Everything an attention layer remembers, as it goes in and comes out; nothing in it is changed in place."""
+
+    memory: Memory
+    inner: tuple[Tensor, ...] | None  # the control's own state; batch first
+    length: Tensor  # b   int64: real tokens written so far
+    control: str  # which control wrote it: Control.describe()
+    readable: Tensor | None = None  # b h n   what a read without new tokens may see; None means all
+    packed: Tensor | None = None  # b n D   depth-carried controls: what the next layer takes as `below`
+    cross: bool = False  # the memory is of a context: a call without one only reads it
+
+    def _map(self, change: Any) -> State:
+        return State(
+            memory=Memory(*map(change, self.memory)),
+            inner=None if self.inner is None else tuple(map(change, self.inner)),
+            length=change(self.length),
+            control=self.control,
+            readable=None if self.readable is None else change(self.readable),
+            packed=None if self.packed is None else change(self.packed),
+            cross=self.cross,
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {f"memory.{field}": part for field, part in self.memory._asdict().items()}
+        named |= {f"inner.{i}": part for i, part in enumerate(self.inner or ())}
+        named |= {"length": self.length, "readable": self.readable, "packed": self.packed}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def reorder(self, index: Tensor) -> State:
+        """The state whose row i is this one's row index[i] (beam search); index may repeat or drop rows."""
+        return self._map(lambda part: part.index_select(0, index.to(part.device)))
+
+    def to(self, *args: Any, **kwargs: Any) -> State:
+        """As `Tensor.to`, except that a dtype only ever widens floating-point parts: memory is fp32 or wider, always."""
+
+        def move(part: Tensor) -> Tensor:
+            moved = part.to(*args, **kwargs)
+            if not part.is_floating_point():
+                return part.to(moved.device)
+            return part.to(moved.device, torch.promote_types(part.dtype, moved.dtype))
+
+        return self._map(move)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage this state owns."""
+        return sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in self._tensors().values())}.values())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file; under a temporary name first, so a reader never sees half of one."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        metadata = {"format": _FORMAT, "version": _VERSION, "control": self.control, "cross": str(self.cross)}
+        metadata["inner"] = "none" if self.inner is None else str(len(self.inner))
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file({name: part.detach().contiguous().clone() for name, part in self._tensors().items()}, temporary, metadata)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
+        """Read what `save` wrote; anything else, and any state with a NaN in it, is refused."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no state file at {path}")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{path} is not a saved State: its format is {metadata.get('format')!r}, {_FORMAT!r} is accepted")
+        if metadata.get("version") != _VERSION:
+            raise ValueError(f"{path} has version {metadata.get('version')!r} of the state format, {_VERSION!r} is accepted")
+        try:
+            inner = None if metadata["inner"] == "none" else tuple(parts[f"inner.{i}"] for i in range(int(metadata["inner"])))
+            memory = Memory(*(parts[f"memory.{field}"] for field in Memory._fields))
+            carried = {name: parts.get(name) for name in ("readable", "packed")}
+            state = cls(memory, inner, parts["length"], metadata["control"], **carried, cross=metadata["cross"] == "True")
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} lacks {error}: it is not whole, save it again") from None
+        for name, part in state._tensors().items():
+            if part.shape[:1] != state.length.shape:
+                raise ValueError(f"{path}: {name} has shape {tuple(part.shape)}, its first axis must be {len(state.length)} rows")
+            if part.is_floating_point() and bool(part.isnan().any()):
+                raise ValueError(f"{path}: {name} contains NaN; a state must be finite to be continued")
+        return state
+
+
+_FORMAT, _VERSION = "abc-attn state", "1"
