@@ -97,7 +97,7 @@ class BoundedAttention(nn.Module):
             else:
                 out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
             state = state._replace(cross=context is not None)
-        y = self.out_proj(out.transpose(1, 2).flatten(2))
+        y = self.out_proj(out.to(q.dtype).transpose(1, 2).flatten(2))
         if source is None or key_padding_mask is not None:  # otherwise every query has something to read
             y = y.masked_fill((state.length == 0)[:, None, None], 0)
         if source is x and key_padding_mask is not None:
@@ -161,8 +161,9 @@ class BoundedAttention(nn.Module):
         """f(q) for a linear read, each query head mapped by the key head it reads."""
         if not self.control.linear:
             return q
-        grouped = group_heads(q, self.num_kv_heads)
-        mapped = self.control.features(grouped.flatten(2, 3))
+        grouped = group_heads(q, self.num_kv_heads).flatten(2, 3).to(memory_dtype(q))
+        with full_precision(q):
+            mapped = self.control.features(grouped)
         return mapped.view(*q.shape[:-1], mapped.shape[-1])
 
     def _exact(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from abc_attn.controls.base import Control, InnerState, register_control
 from abc_attn.controls.positional import at_least
-from abc_attn.core import Write
+from abc_attn.core import Write, full_precision, memory_dtype
 
 
 class FeatureMap(Control):
@@ -24,7 +24,8 @@ class FeatureMap(Control):
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
-        return Write(self.features(k)), state
+        with full_precision(k):  # numerator and denominator amplify what f loses
+            return Write(self.features(k.to(memory_dtype(k)))), state
 
 
 @register_control("elu")
@@ -78,7 +79,7 @@ class T2R(FeatureMap):
         self.bias = nn.Parameter(torch.zeros(self.num_heads, 1, slots))
 
     def features(self, q: Tensor) -> Tensor:
-        return F.relu(q @ self.weight + self.bias)
+        return F.relu(q @ self.weight.to(q.dtype) + self.bias)
 
 
 @register_control("favor")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from abc_attn.controls.base import Control, Gate, InnerState, register_control
 from abc_attn.controls.positional import at_least, count_positions
-from abc_attn.core import Write, memory_dtype
+from abc_attn.core import Write, full_precision, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
 
 
@@ -42,7 +42,7 @@ class Cluster(Control):
         centroids, seen, log_total = state
         position, count = count_positions(seen, key_padding_mask, x)
         gate = None if self.gate is None else self.gate(x)
-        with torch.no_grad(), torch.autocast(k.device.type, enabled=False):  # who belongs where carries no gradient
+        with torch.no_grad(), full_precision(k):  # who belongs where carries no gradient
             keys = k.detach().to(centroids.dtype)
             if self.causal:
                 member, centroids = _in_order(keys, position, key_padding_mask, gate, centroids, log_total)

@@ -1,0 +1,54 @@
+"""Policy as tests: imports point one way, and `import abc_attn` needs torch alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "abc_attn"
+# A room may import from those to the left of it; rooms of the same number do not know each other.
+RANK = {"core": 0, "normaliser": 1, "controls": 2, "kernels": 2, "attention": 3, "hf": 4}
+OUTERMOST = 5  # demo, cli and all that is built on top
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of this package that a file imports, as rooms."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found |= {name.split(".")[1] for name in names if name.startswith("abc_attn.")}
+    return found
+
+
+def test_imports_point_one_way():
+    files = [path for path in PACKAGE.rglob("*.py") if room(path) != "__init__"]
+    assert len(files) > 8
+    for path in files:
+        here = RANK.get(room(path), OUTERMOST)
+        for other in imported(path) - {room(path)}:
+            there = RANK.get(other, OUTERMOST)
+            assert there < here or here == OUTERMOST, f"{path.name} ({room(path)}) imports {other}"
+
+
+def test_transformers_stays_in_its_rooms():
+    for path in PACKAGE.rglob("*.py"):
+        if room(path) not in {"hf", "training", "evaluation", "data"}:
+            assert "import transformers" not in path.read_text() and "from transformers" not in path.read_text(), path
+
+
+def test_import_needs_torch_alone():
+    allowed = "{'torch', 'abc_attn'}"
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+from abc_attn import *
+third_party = {{name.split('.')[0] for name in set(sys.modules) - before}} - set(sys.stdlib_module_names) - {allowed}
+assert not third_party, third_party
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
