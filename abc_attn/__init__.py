@@ -25,7 +25,7 @@ _HOME = {
     "scan": "kernels",
     "write": "core",
 }
-__all__ = [  # noqa: F822 (see __getattr__)
+__all__ = [
     "CONTROLS",
     "BoundedAttention",
     "Control",

@@ -1,4 +1,4 @@
-"""BoundedAttention: projections around a control and the bounded memory; one call for prefill, continuing and decoding."""
+"""BoundedAttention: projections around a control and the bounded memory, one call for prefill and decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from torch.nn import functional as F
 from abc_attn.controls import Control, make_control
 from abc_attn.controls.offline import Packed
 from abc_attn.controls.positional import Softmax
-from abc_attn.core import Memory, State, check_padding, empty_memory, full_precision, group_heads, memory_dtype, read, write
+from abc_attn.core import (
+    Memory,
+    State,
+    check_padding,
+    empty_memory,
+    full_precision,
+    group_heads,
+    memory_dtype,
+    read,
+    write,
+)
 from abc_attn.kernels import choose_backend, scan
 
 
@@ -45,7 +55,9 @@ class BoundedAttention(nn.Module):
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}")
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}"
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         if causal and context_dim != embed_dim:
@@ -54,7 +66,12 @@ class BoundedAttention(nn.Module):
         self.embed_dim, self.context_dim = embed_dim, context_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.causal, self.dropout, self.scale, self.backend = causal, dropout, scale, backend
-        site = {"embed_dim": context_dim, "num_heads": num_kv_heads, "head_dim": self.head_dim, "causal": causal}
+        site: dict[str, Any] = {
+            "embed_dim": context_dim,
+            "num_heads": num_kv_heads,
+            "head_dim": self.head_dim,
+            "causal": causal,
+        }
         if isinstance(control, Control):
             self._check_shared(control, slots, site, control_options)
             self.control = control
@@ -115,7 +132,9 @@ class BoundedAttention(nn.Module):
         length: Tensor,
         below: Tensor | None,
     ) -> tuple[Tensor, State]:
-        memory, inner = (None, self.control.begin(*k.shape[:2], k)) if state is None else (state.memory, state.inner)
+        memory, inner = (
+            (None, self.control.begin(len(k), k.shape[1], k)) if state is None else (state.memory, state.inner)
+        )
         if below is not None:
             assert inner is not None
             inner = (below, *inner[1:])
@@ -191,7 +210,9 @@ class BoundedAttention(nn.Module):
         if key_padding_mask is not None:  # a token's slot is its position, whatever padding stood around it
             out = out.masked_fill(key_padding_mask[:, None, :, None], 0) if self.causal else out
             order = (~used[:, 0]).sort(dim=1, stable=True).indices[:, : max(1, int(length.max()))]
-            memory = Memory(*(part.take_along_dim(order.view(len(k), 1, -1, *[1] * (part.dim() - 3)), 2) for part in memory))
+            memory = Memory(
+                *(part.take_along_dim(order.view(len(k), 1, -1, *[1] * (part.dim() - 3)), 2) for part in memory)
+            )
             kept = memory.used[..., None]
             memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
         return out, State(memory, None, length, self.control.describe())
@@ -204,7 +225,8 @@ class BoundedAttention(nn.Module):
             steps = range(q.shape[2])
             masked = [memory._replace(used=seen[:, :, t]) for t in steps]
             return torch.cat(
-                [read(q[:, :, t, None], masked[t], mask_empty=True, scale=self.scale, dropout=dropout) for t in steps], dim=2
+                [read(q[:, :, t, None], masked[t], mask_empty=True, scale=self.scale, dropout=dropout) for t in steps],
+                dim=2,
             )
         blind = ~seen.any(-1, keepdim=True)
         with full_precision(q):
@@ -243,16 +265,24 @@ class BoundedAttention(nn.Module):
             self._check_state(state, len(x), context is not None)
         source = context if context is not None else None if state is not None and state.cross else x
         if source is None and key_padding_mask is not None:
-            raise ValueError("key_padding_mask marks padding in new keys, and a cross-attention state without context adds none")
+            raise ValueError(
+                "key_padding_mask marks padding in new keys, and a cross-attention state without context adds none"
+            )
         if source is x and self.context_dim != self.embed_dim:
-            raise ValueError(f"this attention reads a context of width {self.context_dim}; pass context=, or a state that holds one")
+            raise ValueError(
+                f"this attention reads a context of width {self.context_dim}; pass context=, or a state that holds one"
+            )
         if source is not None:
             check_padding(key_padding_mask, len(source), source.shape[1])
             if state is not None and not self.control.appends:
-                raise ValueError(f"{self.control.title()} needs the whole sequence at once; it cannot append to a state")
+                raise ValueError(
+                    f"{self.control.title()} needs the whole sequence at once; it cannot append to a state"
+                )
         if below is not None:
             if not isinstance(self.control, Packed):
-                raise ValueError(f"below= is for controls carried by depth (luna, workspace), not {self.control.title()}")
+                raise ValueError(
+                    f"below= is for controls carried by depth (luna, workspace), not {self.control.title()}"
+                )
             expected = (len(x), self.control.slots, self.control.embed_dim)
             if below.shape != expected:
                 raise ValueError(f"below must have shape {expected} (batch, slots, width), got {tuple(below.shape)}")
@@ -264,7 +294,9 @@ class BoundedAttention(nn.Module):
         if not isinstance(state, State):
             raise TypeError(f"state must be a State, as an earlier call returned it, got {type(state).__name__}")
         if state.control != self.control.describe():
-            raise ValueError(f"this state was written by control {state.control!r}, this attention has {self.control.describe()!r}")
+            raise ValueError(
+                f"this state was written by control {state.control!r}, this attention has {self.control.describe()!r}"
+            )
         if has_context and not state.cross:
             raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
         rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
@@ -282,7 +314,9 @@ class BoundedAttention(nn.Module):
             raise ValueError(f"slots={slots} contradicts the control passed in, which has {control.slots}")
         for name, needed in site.items():
             if getattr(control, name) != needed:
-                raise ValueError(f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}")
+                raise ValueError(
+                    f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}"
+                )
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, causal={self.causal}"

@@ -111,7 +111,9 @@ def write(
             later = decay_after(log_decay)  # what happens to token j's share before the end
             before = (later[:, :, 0] + log_decay[:, :, 0]).exp()  # ... and to the memory there was
             phi = phi * later.exp()
-            memory = Memory(before[..., None] * memory.k, before[..., None] * memory.v, before * memory.mass, memory.used)
+            memory = Memory(
+                before[..., None] * memory.k, before[..., None] * memory.v, before * memory.mass, memory.used
+            )
         return Memory(
             k=memory.k + phi.mT @ k,
             v=memory.v + phi.mT @ v,
@@ -188,7 +190,7 @@ def linear_weights(features: Tensor, mass: Tensor, seen: Tensor | None, dropout:
 
 
 def decay_after(log_decay: Tensor) -> Tensor:
-    """Sum over the later tokens of the t axis (the last but one): sums of one sign, so nothing cancels and -inf is safe."""
+    """Sum over later tokens (the axis but last): sums of one sign, so nothing cancels and -inf is safe."""
     total = log_decay.flip(-2).cumsum(-2).flip(-2)
     return F.pad(total[..., 1:, :], (0, 0, 0, 1))
 
@@ -209,7 +211,9 @@ def _last_event(write: Write) -> Tensor:
     """Odd where token t writes a slot, even where it only empties it, 0 where it does neither; growing with t."""
     time = torch.arange(1, write.phi.shape[2] + 1, device=write.phi.device)[:, None] * 2
     event = torch.where(write.phi != 0, time + 1, 0)
-    return event if write.log_decay is None else torch.where((write.log_decay == -torch.inf) & (event == 0), time, event)
+    return (
+        event if write.log_decay is None else torch.where((write.log_decay == -torch.inf) & (event == 0), time, event)
+    )
 
 
 def prepare(
@@ -219,7 +223,8 @@ def prepare(
     b, h, t, _ = k.shape
     dtype = memory_dtype(k) if memory is None else torch.promote_types(memory_dtype(k), memory.v.dtype)
     phi, log_decay, readable = (
-        None if part is None else part.expand(b, h, t, part.shape[-1]) for part in (write.phi, write.log_decay, write.readable)
+        None if part is None else part.expand(b, h, t, part.shape[-1])
+        for part in (write.phi, write.log_decay, write.readable)
     )
     assert phi is not None
     phi, log_decay = phi.to(dtype), None if log_decay is None else log_decay.to(dtype)
@@ -257,7 +262,8 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
             continue
         if part.shape[0] not in (1, b) or part.shape[1] not in (1, h) or part.shape[2:] != (t, n):
             raise ValueError(
-                f"write.{field} must have shape ({b} or 1, {h} or 1, {t}, {n}) beside k {tuple(k.shape)}, got {tuple(part.shape)}"
+                f"write.{field} must have shape ({b} or 1, {h} or 1, {t}, {n}) beside k {tuple(k.shape)}, "
+                f"got {tuple(part.shape)}"
             )
     if memory is not None:
         expected = ((b, h, n, d), (b, h, n, v.shape[-1]), (b, h, n), (b, h, n))
@@ -323,7 +329,7 @@ class State(NamedTuple):
         return self._map(lambda part: part.index_select(0, index.to(part.device)))
 
     def to(self, *args: Any, **kwargs: Any) -> State:
-        """As `Tensor.to`, except that a dtype only ever widens floating-point parts: memory is fp32 or wider, always."""
+        """As `Tensor.to`, except that a dtype only widens floating-point parts: memory is fp32 or wider, always."""
 
         def move(part: Tensor) -> Tensor:
             moved = part.to(*args, **kwargs)
@@ -348,7 +354,11 @@ class State(NamedTuple):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         try:
-            save_file({name: part.detach().contiguous().clone() for name, part in self._tensors().items()}, temporary, metadata)
+            save_file(
+                {name: part.detach().contiguous().clone() for name, part in self._tensors().items()},
+                temporary,
+                metadata,
+            )
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -368,19 +378,31 @@ class State(NamedTuple):
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from None
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path} is not a saved State: its format is {metadata.get('format')!r}, {_FORMAT!r} is accepted")
+            raise ValueError(
+                f"{path} is not a saved State: its format is {metadata.get('format')!r}, {_FORMAT!r} is accepted"
+            )
         if metadata.get("version") != _VERSION:
-            raise ValueError(f"{path} has version {metadata.get('version')!r} of the state format, {_VERSION!r} is accepted")
+            raise ValueError(
+                f"{path} has version {metadata.get('version')!r} of the state format, {_VERSION!r} is accepted"
+            )
         try:
-            inner = None if metadata["inner"] == "none" else tuple(parts[f"inner.{i}"] for i in range(int(metadata["inner"])))
+            inner = (
+                None
+                if metadata["inner"] == "none"
+                else tuple(parts[f"inner.{i}"] for i in range(int(metadata["inner"])))
+            )
             memory = Memory(*(parts[f"memory.{field}"] for field in Memory._fields))
             carried = {name: parts.get(name) for name in ("readable", "packed")}
-            state = cls(memory, inner, parts["length"], metadata["control"], **carried, cross=metadata["cross"] == "True")
+            state = cls(
+                memory, inner, parts["length"], metadata["control"], **carried, cross=metadata["cross"] == "True"
+            )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} lacks {error}: it is not whole, save it again") from None
         for name, part in state._tensors().items():
             if part.shape[:1] != state.length.shape:
-                raise ValueError(f"{path}: {name} has shape {tuple(part.shape)}, its first axis must be {len(state.length)} rows")
+                raise ValueError(
+                    f"{path}: {name} has shape {tuple(part.shape)}, its first axis must be {len(state.length)} rows"
+                )
             if part.is_floating_point() and bool(part.isnan().any()):
                 raise ValueError(f"{path}: {name} contains NaN; a state must be finite to be continued")
         return state

@@ -1,7 +1,7 @@
 """The running mean of appendix B.1: each slot holds sum_j w_j [k_j, v_j] / sum_j w_j over the tokens so far.
 
-The weights are given by their logarithms and the running sum is kept as its logarithm, in fp64. In fp32 that would not do:
-at logits near 1e4 the spacing of fp32 is 1e-3, and phi + decay = 1 would be off by as much at every step.
+The weights are given by their logarithms and the running sum is kept as its logarithm, in fp64. In fp32 that would not
+do: at logits near 1e4 the spacing of fp32 is 1e-3, and phi + decay = 1 would be off by as much at every step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def running_mean(
         log_weights = log_weights.masked_fill(padding, -torch.inf)
         if gate is not None:
             keep = keep.masked_fill(padding, 0)
-    return _whole(log_weights, log_total, key_padding_mask, None if gate is None else keep, dtype) if not causal else _prefixes(
-        log_weights, log_total, None if gate is None else keep, dtype
+    return (
+        _whole(log_weights, log_total, key_padding_mask, None if gate is None else keep, dtype)
+        if not causal
+        else _prefixes(log_weights, log_total, None if gate is None else keep, dtype)
     )
 
 
@@ -122,7 +124,7 @@ def _running_logsumexp(x: Tensor, first: Tensor) -> Tensor:
 
 @_running_logsumexp.register_fake
 def _(x: Tensor, first: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("abc_attn::running_logsumexp_backward", mutates_args=())
@@ -145,12 +147,12 @@ def _running_logsumexp_backward(grad: Tensor, x: Tensor, first: Tensor, totals: 
     r = (inside + product * after[:, :, :, None]).flatten(2, 3)[:, :, :t]
     grad_x = (x - totals).masked_fill(x == -torch.inf, -torch.inf).exp() * r
     grad_first = (first - totals[:, :, 0]).masked_fill(first == -torch.inf, -torch.inf).exp() * r[:, :, 0]
-    return grad_x, grad_first
+    return grad_x.contiguous(), grad_first.contiguous()
 
 
 @_running_logsumexp_backward.register_fake
 def _(grad: Tensor, x: Tensor, first: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(first)
+    return x.new_empty(x.shape), first.new_empty(first.shape)
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

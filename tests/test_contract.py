@@ -114,7 +114,9 @@ def test_padding_is_not_there(case, causal):
     rows = [tokens(1, length, seed=length)[0] for length in lengths]
 
     def run(place):
-        x = torch.full((len(rows), t, rows[0].shape[-1]), 7.0, dtype=torch.float64)  # what padding holds must not matter
+        x = torch.full(
+            (len(rows), t, rows[0].shape[-1]), 7.0, dtype=torch.float64
+        )  # what padding holds must not matter
         padding = torch.ones(len(rows), t, dtype=torch.bool)
         spans = [place(length) for length in lengths]
         for i, (row, span) in enumerate(zip(rows, spans, strict=True)):
@@ -170,7 +172,9 @@ def test_gradcheck(case, causal):
     x = tokens(2, 7).requires_grad_()
 
     def forward(x, *parameters):
-        return torch.func.functional_call(attention, dict(zip(names, parameters, strict=True)), x, {"key_padding_mask": padding})
+        return torch.func.functional_call(
+            attention, dict(zip(names, parameters, strict=True)), x, {"key_padding_mask": padding}
+        )
 
     names = [name for name, _ in attention.named_parameters()]
     assert torch.autograd.gradcheck(forward, (x, *attention.parameters()), fast_mode=True)
@@ -213,7 +217,9 @@ def test_cross_attention(case):
     padding = torch.zeros(2, 20, dtype=torch.bool)
     padding[:, :3] = True
     left = attention(x, torch.cat([torch.full_like(context[:, :3], 9.0), context], 1), key_padding_mask=padding)
-    right = attention(x, torch.cat([context, torch.full_like(context[:, :3], 9.0)], 1), key_padding_mask=padding.flip(1))
+    right = attention(
+        x, torch.cat([context, torch.full_like(context[:, :3], 9.0)], 1), key_padding_mask=padding.flip(1)
+    )
     assert error(left, y) <= 1e-10
     assert error(right, y) <= 1e-10
 

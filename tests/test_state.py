@@ -72,5 +72,5 @@ def test_a_control_is_tied_by_passing_it():
     x = tokens(2, 6, torch.float32)
     for _ in range(2):  # tied layers share parameters, not memories
         for i, layer in enumerate(layers):
-            y, states[i] = layer(x, state=states[i], return_state=True)
+            _, states[i] = layer(x, state=states[i], return_state=True)
     assert not torch.equal(states[0].memory.k, states[1].memory.k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,13 @@ def room(path: Path) -> str:
 
 def imported(path: Path) -> set[str]:
     """The modules of this package that a file imports, as rooms."""
-    found = set()
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found |= {name.split(".")[1] for name in names if name.startswith("abc_attn.")}
-    return found
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {name.split(".")[1] for name in names if name.startswith("abc_attn.")}
 
 
 def test_imports_point_one_way():
@@ -39,7 +42,7 @@ def test_imports_point_one_way():
 def test_transformers_stays_in_its_rooms():
     for path in PACKAGE.rglob("*.py"):
         if room(path) not in {"hf", "training", "evaluation", "data"}:
-            assert "import transformers" not in path.read_text() and "from transformers" not in path.read_text(), path
+            assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.M), path
 
 
 def test_import_needs_torch_alone():

@@ -6,7 +6,7 @@ A control decides what each token writes (`Write`); it never touches the memory.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,8 @@ class Control(nn.Module):
     """Decides how much of each token enters each slot. Subclass it, implement `forward`, and register it by name.
 
     embed_dim is the width of x (what the key projection reads), num_heads and head_dim are those of the keys. A
-    keyword-only argument that a subclass adds is an option of the control, kept as an attribute of the same name.
+    keyword-only argument that a subclass adds is an option of the control, kept as an attribute of the same name:
+    `def __init__(self, slots, *, half_life=16.0, **site)`, where `site` is passed on to this class.
     """
 
     paper: str = ""  # where the paper describes it
@@ -44,18 +45,28 @@ class Control(nn.Module):
         if causal and not self.online:
             able = ", ".join(name for name, control in CONTROLS.items() if control.online)
             raise ValueError(
-                f"{self.title()} cannot be causal: its phi depends on the whole sequence. Use it with causal=False, or one of: {able}"
+                f"{self.title()} cannot be causal: its phi depends on the whole sequence. "
+                f"Use it with causal=False, or one of: {able}"
             )
-        self.slots, self.embed_dim, self.num_heads, self.head_dim, self.causal = slots, embed_dim, num_heads, head_dim, causal
+        self.slots, self.embed_dim, self.num_heads, self.head_dim, self.causal = (
+            slots,
+            embed_dim,
+            num_heads,
+            head_dim,
+            causal,
+        )
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
-        """The control's own state before any token: tensors with the batch first, or None."""
+        """The control's own state before any token: tensors with the batch first, or None; on `like`'s device."""
         return None
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
-        """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; padding (True) must not count."""
+        """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; and the new state.
+
+        key_padding_mask `b t` is True at padding, which must not count in anything that is normalised or carried on.
+        """
         raise NotImplementedError
 
     def features(self, q: Tensor) -> Tensor:
@@ -84,14 +95,16 @@ class Control(nn.Module):
         options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY and p.name not in shared}
         return options | {"gate": False} if cls.online and cls.composable else options
 
-    @classmethod
-    def title(cls) -> str:
-        return f"control {(cls.name or cls.__name__)!r}"
+    def title(self) -> str:
+        """What errors call it: the name it was asked for by."""
+        return f"control {(self.name or type(self).__name__)!r}"
 
     def describe(self) -> str:
         """The name, slots and options that make two states interchangeable: "compressive:8(ratio=2)"."""
         set_here = {name: getattr(self, name, default) for name, default in self.options().items()}
-        changed = [f"{name}={value}" for name, value in set_here.items() if value != self.options()[name] and name != "gate"]
+        changed = [
+            f"{name}={value}" for name, value in set_here.items() if value != self.options()[name] and name != "gate"
+        ]
         changed += ["gate"] if getattr(self, "gate", None) else []
         return f"{self.name or type(self).__name__}:{self.slots}" + (f"({', '.join(changed)})" if changed else "")
 
@@ -151,7 +164,9 @@ def make_control(
     made = [_build(cls, given, site, {o: x for o, x in options.items() if o in cls.options()}) for cls, given in parts]
     whole = Composition(made)
     if slots is not None and slots != whole.slots:
-        raise ValueError(f"slots={slots} contradicts control {control!r}, whose parts have {whole.slots} in all; leave slots out")
+        raise ValueError(
+            f"slots={slots} contradicts control {control!r}, whose parts have {whole.slots} in all; leave slots out"
+        )
     return whole
 
 
@@ -233,6 +248,9 @@ class Gated(Control):
     def appends(self) -> bool:
         return self.control.appends
 
+    def title(self) -> str:
+        return self.control.title()
+
     def describe(self) -> str:
         return f"gated {self.control.describe()}"
 
@@ -246,7 +264,9 @@ class Composition(Control):
             if not part.composable:
                 raise ValueError(f"{part.title()} cannot be combined with others by '+'; use it alone")
         if len({part.linear for part in parts}) > 1:
-            kinds = ", ".join(f"{part.name or part.describe()} is {'linear' if part.linear else 'softmax'}" for part in parts)
+            kinds = ", ".join(
+                f"{part.name or part.describe()} is {'linear' if part.linear else 'softmax'}" for part in parts
+            )
             raise ValueError(f"the parts of a '+' must share one kind of read: {kinds}")
         self.online = all(part.online for part in parts)
         first = parts[0]
@@ -257,7 +277,7 @@ class Composition(Control):
             head_dim=first.head_dim,
             causal=first.causal,
         )
-        self.parts = nn.ModuleList(parts)
+        self.parts: Iterable[Control] = nn.ModuleList(parts)  # type: ignore[assignment]
         self.linear = first.linear
         self.mask_empty = any(part.mask_empty for part in parts)
         self._sizes = [len(part.begin(1, part.num_heads, torch.zeros(())) or ()) for part in parts]
@@ -272,8 +292,7 @@ class Composition(Control):
         states = [tuple(next(rest) for _ in range(size)) or None for size in self._sizes]
         decided: list[tuple[Write, InnerState]] = [None] * len(states)  # type: ignore[list-item]
         held = None  # b t   tokens that some part keeps for good
-        for i in sorted(range(len(states)), key=lambda i: not self.parts[i].holds_tokens):
-            part = self.parts[i]
+        for i, part in sorted(enumerate(self.parts), key=lambda numbered: not numbered[1].holds_tokens):
             if held is None or not part.skips_held:
                 decided[i] = part(x, k, key_padding_mask, states[i])
             else:  # to this part a held token is as good as padding
@@ -296,6 +315,9 @@ class Composition(Control):
     def appends(self) -> bool:
         return all(part.appends for part in self.parts)
 
+    def title(self) -> str:
+        return f"control {self.describe()!r}"
+
     def describe(self) -> str:
         return "+".join(part.describe() for part in self.parts)
 
@@ -317,5 +339,7 @@ def _side_by_side(writes: Sequence[Write]) -> Write:
     if any(w.log_decay is not None for w in writes):
         log_decay = joined([torch.zeros_like(w.phi) if w.log_decay is None else w.log_decay for w in writes])
     if any(w.readable is not None for w in writes):
-        readable = joined([torch.ones_like(w.phi, dtype=torch.bool) if w.readable is None else w.readable for w in writes])
+        readable = joined(
+            [torch.ones_like(w.phi, dtype=torch.bool) if w.readable is None else w.readable for w in writes]
+        )
     return Write(phi, log_decay, readable)

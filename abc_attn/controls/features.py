@@ -37,7 +37,9 @@ class Elu(FeatureMap):
     def __init__(self, slots: int, **site: Any) -> None:
         super().__init__(slots, **site)
         if slots != self.head_dim:
-            raise ValueError(f"control 'elu' has as many slots as the head is wide, {self.head_dim}, got {slots}; leave slots out")
+            raise ValueError(
+                f"control 'elu' has as many slots as the head is wide, {self.head_dim}, got {slots}; leave slots out"
+            )
 
     @classmethod
     def default_slots(cls, head_dim: int) -> int:
@@ -59,6 +61,7 @@ class RFA(FeatureMap):
             raise ValueError(f"control 'rfa' needs an even number of slots (a sine and a cosine each), got {slots}")
         self.seed = seed
         directions = torch.randn(slots // 2, self.head_dim, generator=torch.Generator().manual_seed(seed))
+        self.directions: Tensor
         self.register_buffer("directions", directions)
         self.sigma = nn.Parameter(torch.ones(self.num_heads, 1, self.head_dim))  # the bandwidth is learned, as in RFA
 
@@ -91,6 +94,7 @@ class Favor(FeatureMap):
     def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
         super().__init__(slots, **site)
         self.seed = seed
+        self.directions: Tensor
         self.register_buffer("directions", _orthogonal(slots, self.head_dim, torch.Generator().manual_seed(seed)))
 
     def features(self, q: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class MLP(Control):
         self.mask_empty = activation == "relu"  # only there can a slot stay empty: all its alphas may be zero
         self.gate = Gate(self) if gate else None
         self.proj = nn.Linear(self.embed_dim, self.num_heads * slots, bias=False)  # W_phi, D -> h n
-        # For x of unit variance (a normed input) the logits have standard deviation 1: slots that start alike stay alike.
+        # Slots that start alike stay alike: for x of unit variance (a normed input) the logits have deviation 1.
         nn.init.normal_(self.proj.weight, std=self.embed_dim**-0.5)
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:

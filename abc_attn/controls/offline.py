@@ -55,7 +55,12 @@ class Cluster(Control):
 
 
 def _in_order(
-    keys: Tensor, position: Tensor, key_padding_mask: Tensor | None, gate: Tensor | None, centroids: Tensor, log_total: Tensor
+    keys: Tensor,
+    position: Tensor,
+    key_padding_mask: Tensor | None,
+    gate: Tensor | None,
+    centroids: Tensor,
+    log_total: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The cluster of every token in one pass, `b h t`, and the centroids after it.
 
@@ -84,9 +89,10 @@ def _k_means(
     keys: Tensor, position: Tensor, count: Tensor, key_padding_mask: Tensor | None, slots: int, iterations: int
 ) -> Tensor:
     """Lloyd's iterations from evenly spaced tokens: membership `b h t n`, in which some clusters may be empty."""
-    b, h, t, d = keys.shape
+    b, _, t, _ = keys.shape
     real = torch.ones(b, t, dtype=torch.bool, device=keys.device) if key_padding_mask is None else ~key_padding_mask
-    start = torch.arange(slots, device=keys.device) * count[:, None] // slots  # b n   the position each cluster starts from
+    # b n: the position of the token that each cluster starts from.
+    start = torch.arange(slots, device=keys.device) * count[:, None] // slots
     found = (position[:, None] == start[..., None]) & real[:, None]
     centroids = torch.where(found[:, None], 1.0, 0.0).to(keys.dtype) @ keys.masked_fill(~real[:, None, :, None], 0)
     index = torch.arange(slots, device=keys.device)

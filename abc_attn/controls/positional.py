@@ -16,7 +16,7 @@ from abc_attn.core import Write
 
 
 def count_positions(count: Tensor, key_padding_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The position of each token, `b t`, after `count` `b` earlier ones; and the new count. Padding repeats the last one (or 0)."""
+    """Each token's position `b t`, after `count` `b` earlier ones, and the new count; padding repeats the last."""
     if key_padding_mask is None:
         t = x.shape[1]
         return count[:, None] + torch.arange(t, device=count.device), count + t
@@ -117,7 +117,9 @@ class Global(Positional):
     mask_empty = True
     holds_tokens = True
 
-    def __init__(self, slots: int, *, positions: Sequence[int] | None = None, every: int | None = None, **site: Any) -> None:
+    def __init__(
+        self, slots: int, *, positions: Sequence[int] | None = None, every: int | None = None, **site: Any
+    ) -> None:
         super().__init__(slots, **site)
         if positions is not None and every is not None:
             raise ValueError(f"control 'global' takes positions or every, got both: {positions!r} and {every!r}")
@@ -196,7 +198,7 @@ class Linformer(Positional):
         self.weight = nn.Parameter(torch.randn(slots, max_length) * max_length**-0.5)  # W^LF of section 3.1
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
-        if bool((count > self.max_length).any()):
+        if not torch.compiler.is_compiling() and bool((count > self.max_length).any()):
             raise ValueError(
                 f"control 'linformer' has learned {self.max_length} positions and was given {int(count.max())} tokens; "
                 "build it with a larger max_length, or use a control without an end"
@@ -214,7 +216,8 @@ def at_least(least: int, **option: int) -> int:
 
 def _hash(position: Tensor, seed: int) -> Tensor:
     """Well-mixed non-negative int64 from (seed, position), the same on every device: the finaliser of splitmix64."""
-    x = (position + 1) * -7046029254386353131 + seed * 1442695040888963407 % 2**63  # int64 arithmetic wraps, as it should
+    # int64 arithmetic wraps, as it should.
+    x = (position + 1) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return (x ^ (x >> 31 & (1 << 33) - 1)) & (2**63 - 1)

@@ -7,7 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from abc_attn.core import Memory, Write, check_keys, check_queries, full_precision, memory_dtype, prepare, read, reference, write
+from abc_attn.core import (
+    Memory,
+    Write,
+    check_keys,
+    check_queries,
+    full_precision,
+    memory_dtype,
+    prepare,
+    read,
+    reference,
+    write,
+)
 from abc_attn.kernels.chunked import chunked
 from abc_attn.normaliser import empty_total, running_mean
 

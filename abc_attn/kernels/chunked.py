@@ -1,7 +1,7 @@
 """The torch backend: the recurrence of core.reference as products of matrices over chunks of tokens.
 
-Query t reads slot i's key as the sum over tokens j <= t of  exp(log_decay_{j+1} + ... + log_decay_t) phi_ji k_j. Tokens of
-earlier chunks come through the memory at the chunk's start; the tokens of t's own chunk are handled by halves:
+Query t reads slot i's key as the sum over tokens j <= t of  exp(log_decay_{j+1} + ... + log_decay_t) phi_ji k_j.
+Tokens of earlier chunks come through the memory at the chunk's start; those of t's own chunk are handled by halves:
 
     a chunk's second half reads its first half across the boundary r between them, where the exponent splits into
     (what decays from j to r) + (what decays from r to t): a product of matrices in which no exponent is positive;
@@ -30,8 +30,8 @@ from abc_attn.core import (
     used_at_end,
 )
 
-# A block that decays by less than this many nats is split once: exp(+-16) is far from overflow, and a rounded exponent of
-# 16 is still good to 1e-6 in fp32.
+# A block that decays by less than this many nats is split once: exp(+-16) is far from overflow, and a rounded
+# exponent of 16 is still good to 1e-6 in fp32.
 MILD = 16.0
 
 
@@ -124,7 +124,9 @@ def _splits(phi: Tensor, log_decay: Tensor | None) -> list[_Split]:
         half //= 2
     if block == 1:
         return [*splits, _Split(1, everything, everything, None, _take(phi, 1, everything))]
-    since = F.pad(_take(log_decay, block, slice(1, None)), (0, 0, 1, 0)).cumsum(-2)  # the block's start decays nobody in it
+    since = F.pad(_take(log_decay, block, slice(1, None)), (0, 0, 1, 0)).cumsum(
+        -2
+    )  # the block's start decays nobody in it
     column = _take(phi, block, everything) * (-since).exp()
     return [*splits, _Split(block, everything, everything, since.exp(), column)]
 
@@ -163,7 +165,8 @@ def _memories(
     last_k, last_v, last_mass = stored[:, :, 0].split(widths, dim=-1)
     starts_k, starts_v, starts_mass = starts.split(widths, dim=-1)
     # Clones: a state must not hold on to the buffer of a whole sequence.
-    last = Memory(*(part.clone(memory_format=torch.contiguous_format) for part in (last_k, last_v, last_mass[..., 0])), memory.used)
+    last_k, last_v, last_mass = (x.clone(memory_format=torch.contiguous_format) for x in (last_k, last_v, last_mass))
+    last = Memory(last_k, last_v, last_mass[..., 0], memory.used)
     return starts_k, starts_v, starts_mass, last
 
 
