@@ -107,19 +107,19 @@ def running_logsumexp(x: Tensor, first: Tensor) -> Tensor:
 def _running_logsumexp(x: Tensor, first: Tensor) -> Tensor:
     t = x.shape[2]
     steps, x = _segments(x, -torch.inf)
-    top, total = x[:, :, :, 0], (x[:, :, :, 0] != -torch.inf).to(x.dtype)
-    inside = torch.empty_like(x)
+    each = logsumexp(x.transpose(2, 3).flatten(3))  # of every segment as a whole: b h (segments n)
+    top = torch.empty_like(x[:, :, :, 0])
+    for s, segment in enumerate(each.unflatten(2, (-1, x.shape[-1])).unbind(2)):
+        top[:, :, s] = first  # what a segment starts from
+        first = torch.logaddexp(first, segment)
+    total = (top != -torch.inf).to(x.dtype)
+    tops, totals = torch.empty_like(x), torch.empty_like(x)
     for i in range(steps):
-        if i:
-            old, top = top, torch.maximum(top, x[:, :, :, i])
-            finite = top.masked_fill(top == -torch.inf, 0)
-            total = total * (old - finite).exp() + (x[:, :, :, i] - finite).exp()
-        inside[:, :, :, i] = top + total.log()
-    carried = torch.empty_like(x[:, :, :, 0])
-    for s in range(x.shape[2]):
-        carried[:, :, s] = first
-        first = torch.logaddexp(first, inside[:, :, s, -1])
-    return torch.logaddexp(carried[:, :, :, None], inside).flatten(2, 3)[:, :, :t].contiguous()
+        old, top = top, torch.maximum(top, x[:, :, :, i])
+        finite = top.masked_fill(top == -torch.inf, 0)
+        total = total * (old - finite).exp() + (x[:, :, :, i] - finite).exp()
+        tops[:, :, :, i], totals[:, :, :, i] = top, total
+    return (tops + totals.log()).flatten(2, 3)[:, :, :t].contiguous()
 
 
 @_running_logsumexp.register_fake

@@ -1,0 +1,62 @@
+# Every target does the set-up it needs, so any of them can come first on a fresh clone.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# uv reads a folder of local wheels from a variable of its own.
+ifneq ($(strip $(PIP_FIND_LINKS)),)
+export UV_FIND_LINKS := $(PIP_FIND_LINKS)
+endif
+
+.PHONY: help setup demo test test-oracle check clean
+
+help:
+	@echo "make demo         train five small language models, compare them, write demo.html (about 3 minutes)"
+	@echo "make test         run the tests"
+	@echo "make check        run ruff and mypy"
+	@echo "make setup        build .venv only"
+	@echo "make test-oracle  compare with fla-core, an outside implementation"
+	@echo "make clean        remove .venv and everything generated"
+
+setup: .venv/installed
+
+demo: .venv/installed
+	@$(BIN)/abc-attn demo
+
+# Two workers of one thread each: they share the cores instead of fighting for them.
+test: .venv/installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle'
+
+test-oracle: .venv/installed-oracle
+	@$(BIN)/python -m pytest -m oracle
+
+check: .venv/installed
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache demo.html
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# uv installs in seconds what takes pip most of a minute; where uv cannot be had, pip does the same.
+define install
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	uv=$$(command -v uv) || { $(BIN)/python -m pip install -qq -c constraints.txt uv && uv=$(BIN)/uv; }; \
+	if [ -z "$$uv" ] || ! $$uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; then \
+		echo "uv did not work here: installing with pip, which takes longer..."; \
+		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(1)]'; \
+	fi
+endef
+
+# The stamp is written last: an install that failed or was interrupted is done again.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "abc-attn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo "Setting up .venv (about a minute, once)..."
+	@rm -f $@
+	@$(call install,dev)
+	@touch $@
+
+.venv/installed-oracle: .venv/installed
+	@echo "Installing fla-core into .venv..."
+	@$(call install,oracle)
+	@touch $@

@@ -1,0 +1,179 @@
+"""The command `abc-attn`. Nothing here imports torch before a command runs, so that help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line under one name, whichever subcommand they come from."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"abc-attn: error: {message} (see `{self.prog} --help`)\n")
+
+
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `minimum` that fits into 63 bits."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isdecimal() else -1
+        if not minimum <= number < 2**63:
+            raise argparse.ArgumentTypeError(f"a whole number from {minimum} is needed, got {text!r}")
+        return number
+
+    return parse
+
+
+def make_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(
+        prog="abc-attn",
+        description="Attention with bounded memory: what is here, and a demonstration.",
+        epilog="example:\n  abc-attn demo",
+    )
+    parser.add_argument("--version", action="version", version=f"abc-attn {installed('abc-attn')}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+
+    def add(command: Callable[[argparse.Namespace], None], summary: str, example: str) -> Parser:
+        added: Parser = commands.add_parser(
+            command.__name__,
+            help=summary,
+            description=inspect.cleandoc(command.__doc__ or ""),
+            epilog=f"example:\n  {example}",
+        )
+        added.set_defaults(run=command)
+        return added
+
+    parser_demo = add(
+        demo, "train and compare small language models (about 3 minutes)", "abc-attn demo --output demo.html"
+    )
+    parser_demo.add_argument(
+        "--output", type=Path, default=Path("demo.html"), help="the page to write (default: %(default)s)"
+    )
+    parser_demo.add_argument(
+        "--seed", type=whole_number(0), default=0, help="of weights, batches and the sample (default: %(default)s)"
+    )
+    parser_demo.add_argument(
+        "--steps", type=whole_number(1), help="training steps of each model (default: 3 minutes in all)"
+    )
+    parser_demo.add_argument(
+        "--threads", type=whole_number(1), help="CPU threads for torch (default: torch's own choice)"
+    )
+
+    add(env, "versions, threads, and which backend is in use", "abc-attn env")
+
+    parser_controls = add(controls, "the table of controls", "abc-attn controls --json")
+    parser_controls.add_argument("--json", action="store_true", help="print JSON for other programs instead of a table")
+    return parser
+
+
+def installed(distribution: str) -> str:
+    """The version of an installed distribution."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def demo(arguments: argparse.Namespace) -> None:
+    """Train five small causal language models that differ in their attention only, on the documentation that ships with
+    Python; print their perplexity, decoding speed and state size in one table; write a page with the curves."""
+    folder = arguments.output.absolute().parent
+    if arguments.output.is_dir() or not os.access(folder, os.W_OK):  # said now, not after minutes of training
+        raise OSError(
+            f"--output {arguments.output} cannot be written: name a file in a folder that exists and is writable"
+        )
+
+    # Threads that spin while they wait make training ten times slower wherever another program wants the cores too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    from abc_attn.demo import Settings, run_demo
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    chosen = {"seed": arguments.seed} | ({"steps": arguments.steps} if arguments.steps else {})
+    run_demo(Settings(**chosen), arguments.output)
+
+
+def env(arguments: argparse.Namespace) -> None:
+    """Print what a bug report needs: versions, platform, CPU threads, and which backend is in use and why."""
+    import torch
+
+    from abc_attn.kernels import describe_backend
+
+    backend, reason = describe_backend()
+    facts = {name: installed(name) for name in ("abc-attn", "torch", "safetensors", "transformers")}
+    facts |= {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "CPU threads": str(torch.get_num_threads()),
+        "backend": f"{backend} ({reason})",
+    }
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        print(f"{name:{width}}  {fact}")
+
+
+def controls(arguments: argparse.Namespace) -> None:
+    """Print every registered control: its section of the paper, whether it can be causal, its read and its options."""
+    from abc_attn import CONTROLS
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "paper": control.paper,
+            "causal": control.online,
+            "read": "linear" if control.linear else "softmax",
+            "options": control.options(),
+            "summary": (control.__doc__ or "").strip().partition("\n")[0],
+        }
+        for name, control in CONTROLS.items()
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2, default=str))
+        return
+    table = [("control", "paper", "causal", "read", "what it is, and its options")]
+    for row in rows:
+        table.append((row["name"], row["paper"], "yes" if row["causal"] else "no", row["read"], row["summary"]))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line, row in zip(table, [{}, *rows], strict=True):
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+        if row.get("options"):
+            options = ", ".join(f"{name}={default!r}" for name, default in row["options"].items())
+            print(" " * (sum(widths[:-1]) + 8) + options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nabc-attn: interrupted, nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `abc-attn controls | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"abc-attn: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
