@@ -22,7 +22,7 @@ from abc_attn.core import (
     read,
     write,
 )
-from abc_attn.kernels import choose_backend, scan
+from abc_attn.kernels import check_backend, mean_attention, scan
 
 
 class BoundedAttention(nn.Module):
@@ -62,7 +62,7 @@ class BoundedAttention(nn.Module):
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         if causal and context_dim != embed_dim:
             raise ValueError("cross-attention is not causal: leave out causal=True or context_dim")
-        choose_backend(backend, tokens=2)
+        check_backend(backend)
         self.embed_dim, self.context_dim = embed_dim, context_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
         self.causal, self.dropout, self.scale, self.backend = causal, dropout, scale, backend
@@ -138,24 +138,24 @@ class BoundedAttention(nn.Module):
         if below is not None:
             assert inner is not None
             inner = (below, *inner[1:])
+        options: dict[str, Any] = {
+            "mask_empty": self.control.mask_empty,
+            "scale": self.scale,
+            "key_padding_mask": key_padding_mask,
+            "dropout": self.dropout if self.training else 0.0,
+            "backend": self.backend,
+        }
+        weights = self.control.log_weights(source) if self.causal else None
+        if weights is not None:
+            assert inner is not None
+            out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=True, **options)
+            return out, State(memory, (log_total,), length, self.control.describe())
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].clone()
         if self.causal:
-            out, memory = scan(
-                self._features(q),
-                k,
-                v,
-                decided,
-                memory,
-                linear=self.control.linear,
-                mask_empty=self.control.mask_empty,
-                scale=self.scale,
-                key_padding_mask=key_padding_mask,
-                dropout=self.dropout if self.training else 0.0,
-                backend=self.backend,
-            )
+            out, memory = scan(self._features(q), k, v, decided, memory, linear=self.control.linear, **options)
             return out, State(memory, inner, length, self.control.describe(), readable)
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
         state = State(memory, inner, length, self.control.describe(), readable)

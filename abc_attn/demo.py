@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,12 +24,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 from abc_attn import BoundedAttention, State, make_control
@@ -121,11 +125,10 @@ class LanguageModel(nn.Module):
     def __init__(self, spec: str, settings: Settings) -> None:
         super().__init__()
         width, heads = settings.width, settings.heads
-        with torch.random.fork_rng(devices=[]):  # a control with weights must not change how the rest starts
-            torch.manual_seed(settings.seed + 1)
-            options = {"max_length": settings.length} if spec == "linformer" else {}
-            slots = None if spec in ("softmax", "window:16+mlp:16") else settings.slots
-            control = make_control(spec, slots, embed_dim=width, num_heads=heads, causal=True, **options)
+        options = {"max_length": settings.length} if spec == "linformer" else {}
+        slots = None if spec in ("softmax", "window:16+mlp:16") else settings.slots
+        control = make_control(spec, slots, embed_dim=width, num_heads=heads, causal=True, **options)
+        torch.manual_seed(settings.seed)  # here, so that a control with weights does not change how the rest starts
         self.embedding = nn.Embedding(settings.vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
@@ -188,6 +191,57 @@ def perplexity(model: LanguageModel, tokens: Tensor, settings: Settings) -> floa
         for some, wanted in zip(inputs.split(16), targets.split(16), strict=True)
     ]
     return math.exp(torch.stack(losses).sum().item() / count)
+
+
+def load_text(settings: Settings) -> tuple[Vocabulary, Tensor, Tensor]:
+    """The vocabulary, and the tokens to train on and, the last tenth, to validate on."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    vocabulary = Vocabulary(text, settings.vocabulary)
+    tokens = vocabulary.encode(text)
+    training, validation = tokens.tensor_split([len(tokens) * 9 // 10])
+    return vocabulary, training, validation
+
+
+def train_one(spec: str, settings: Settings, sender: Connection) -> None:
+    """The work of one process: sends a note after each step, and in the end the weights and the perplexity."""
+    torch.set_num_threads(1)
+    _, training, validation = load_text(settings)
+    model = LanguageModel(spec, settings)
+    train(model, training, settings, sender.send)
+    sender.send((parameters_to_vector(model.parameters()).detach().numpy(), perplexity(model, validation, settings)))
+
+
+def train_all(settings: Settings, report: Callable[[str], None]) -> dict[str, tuple[LanguageModel, float]]:
+    """Every model, trained, with its perplexity: as many at a time as torch has threads, each in a process of one thread.
+
+    Models this small gain little from a second thread, and so the numbers are the same however many cores there are.
+    """
+    context = get_context("spawn")
+    waiting, running, trained = list(SPECS), {}, {}
+    while waiting or running:
+        while waiting and len(running) < torch.get_num_threads():
+            receiver, sender = context.Pipe(duplex=False)
+            running[receiver] = waiting.pop(0)
+            process = context.Process(target=train_one, args=(running[receiver], settings, sender), daemon=True)
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is answered here, once
+            process.start()
+            signal.signal(signal.SIGINT, handler)
+            sender.close()  # this end; when the process ends, so does the pipe
+        for receiver in connection.wait(running):
+            spec = running[receiver]
+            try:
+                message = receiver.recv()
+            except EOFError:
+                raise RuntimeError(f"the process that trained {spec} ended without a result") from None
+            if isinstance(message, str):
+                report(f"{spec} {message}")
+                continue
+            weights, reached = message
+            model = LanguageModel(spec, settings).eval()
+            vector_to_parameters(torch.from_numpy(weights), model.parameters())
+            trained[spec] = model, reached
+            del running[receiver]
+    return {spec: trained[spec] for spec in SPECS}
 
 
 # Decoding.
@@ -546,24 +600,18 @@ PROMPT = 'The "while" statement'
 def run_demo(settings: Settings, output: Path) -> list[Result]:
     """Train, measure, print the table and a sample, and write the page to `output`."""
     started = time.monotonic()
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    vocabulary = Vocabulary(text, settings.vocabulary)
-    tokens = vocabulary.encode(text)
-    training, validation = tokens.tensor_split([len(tokens) * 9 // 10])
+    vocabulary, training, validation = load_text(settings)
     print(
         f"Training five {settings.layers}-layer language models that differ in their attention only, "
         f"on {len(training):,} tokens\nof Python's own documentation: {settings.steps} steps each, "
         f"{settings.slots} slots where the memory is bounded, {torch.get_num_threads()} CPU threads.",
         flush=True,
     )
-    models, results = {}, {}
-    for spec in SPECS:
-        torch.manual_seed(settings.seed)
-        models[spec] = LanguageModel(spec, settings)
-        with Progress(f"training {spec:16}", settings.steps) as progress:
-            train(models[spec], training, settings, progress)
-        results[spec] = Result(spec, perplexity(models[spec].eval(), validation, settings))
-    with Progress("decoding with each of them", len(settings.contexts)) as progress:
+    with Progress("training", len(SPECS) * settings.steps) as progress:
+        trained = train_all(settings, progress)
+    models = {spec: model for spec, (model, _) in trained.items()}
+    results = {spec: Result(spec, reached) for spec, (_, reached) in trained.items()}
+    with Progress("decoding", len(settings.contexts)) as progress:
         measure_decoding(models, validation, results, settings, progress)
 
     measured = list(results.values())

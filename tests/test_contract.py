@@ -8,9 +8,17 @@ from contract import CASES, CAUSAL, accepted, build, error, few, gradient_error,
 
 from abc_attn import Memory, State
 from abc_attn.core import prepare, write_token
+from abc_attn.kernels.native import library
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
+NATIVE = (torch.float32, 1e-5)
+needs_native = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
+in_every_form = pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [("torch", torch.float64, 1e-10), pytest.param("native", *NATIVE, marks=needs_native)],
+    ids=["torch", "native"],
+)
 
 
 def assert_same_state(a: State, b: State, tolerance: float) -> None:
@@ -23,19 +31,27 @@ def assert_same_state(a: State, b: State, tolerance: float) -> None:
 
 
 @every_causal
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
-def test_torch_is_the_reference(case, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [
+        ("torch", torch.float64, 1e-10),
+        ("torch", torch.float32, 1e-5),
+        pytest.param("native", *NATIVE, marks=needs_native),
+    ],
+    ids=["torch-fp64", "torch-fp32", "native"],
+)
+def test_backend_is_the_reference(case, backend, dtype, tolerance):
     for n in accepted(case):
         for t, b in ((1, 1), (max(1, n - 1), 2), (n, 1), (67, 2)):
             for earlier in (0, 6):
                 results = []
-                for backend in ("reference", "torch"):
-                    attention = build(case, n, dtype=dtype, backend=backend)
+                for each in ("reference", backend):
+                    attention = build(case, n, dtype=dtype, backend=each)
                     x = tokens(b, earlier + t, dtype).requires_grad_()
                     y, state = attention(x[:, :earlier], return_state=True) if earlier else (x[:, :0], None)
                     y, state = attention(x[:, earlier:], state=state, return_state=True)
                     results.append((y, gradients(y, attention, x), state))
-                (y, found, state), (reference, expected, expected_state) = results[1], results[0]
+                (reference, expected, expected_state), (y, found, state) = results
                 where = f"n={n} t={t} earlier={earlier}"
                 assert error(y, reference) <= tolerance, where
                 assert gradient_error(found, expected) <= tolerance, where
@@ -72,10 +88,11 @@ def test_writing_all_at_once_is_the_loop(case, monkeypatch):
 
 
 @every_causal
-def test_whole_is_split_is_one_by_one(case):
+@in_every_form
+def test_whole_is_split_is_one_by_one(case, backend, dtype, tolerance):
     n, t = few(case), 41
-    attention = build(case, n)
-    x = tokens(2, t)
+    attention = build(case, n, backend=backend, dtype=dtype)
+    x = tokens(2, t, dtype)
     y, end = attention(x, return_state=True)
     for cuts in ([k] for k in range(1, t, 7)), [[*range(1, t)]], [[3, 20, 21, 37]]:
         for cut in cuts:
@@ -83,39 +100,41 @@ def test_whole_is_split_is_one_by_one(case):
             for piece in x.tensor_split(cut, dim=1):
                 part, state = attention(piece, state=state, return_state=True)
                 parts.append(part)
-            assert error(torch.cat(parts, 1), y) <= 1e-10, cut
-            assert_same_state(state, end, 1e-10)
+            assert error(torch.cat(parts, 1), y) <= tolerance, cut
+            assert_same_state(state, end, tolerance)
             assert state.nbytes == end.nbytes
     assert torch.equal(end.length, torch.tensor([t, t]))
 
 
 @every_causal
-def test_only_the_past_matters(case):
-    attention = build(case, few(case))
-    x = tokens(1, 30)
+@in_every_form
+def test_only_the_past_matters(case, backend, dtype, tolerance):
+    attention = build(case, few(case), backend=backend, dtype=dtype)
+    x = tokens(1, 30, dtype)
     y = attention(x)
     for t in (0, 11, 28):
         future = x.clone()
-        future[:, t + 1 :] += tokens(1, 29 - t, seed=5)
-        assert error(attention(future)[:, : t + 1], y[:, : t + 1]) <= 1e-12
+        future[:, t + 1 :] += tokens(1, 29 - t, dtype, seed=5)
+        assert error(attention(future)[:, : t + 1], y[:, : t + 1]) <= tolerance
         past = x.clone()
-        past[:, :t] += tokens(1, t, seed=6)
+        past[:, :t] += tokens(1, t, dtype, seed=6)
         if t:
-            assert error(attention(past)[:, t], y[:, t]) > 1e-6
+            assert error(attention(past)[:, t], y[:, t]) > 1e-4
 
 
 @every_case
+@in_every_form
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
-def test_padding_is_not_there(case, causal):
+def test_padding_is_not_there(case, causal, backend, dtype, tolerance):
     if causal and case not in CAUSAL:
         pytest.skip("not an online control")
-    attention = build(case, few(case), causal=causal)
+    attention = build(case, few(case), causal=causal, backend=backend, dtype=dtype)
     lengths, t = (9, 23, 14), 23
-    rows = [tokens(1, length, seed=length)[0] for length in lengths]
+    rows = [tokens(1, length, dtype, seed=length)[0] for length in lengths]
 
     def run(place):
         x = torch.full(
-            (len(rows), t, rows[0].shape[-1]), 7.0, dtype=torch.float64
+            (len(rows), t, rows[0].shape[-1]), 7.0, dtype=dtype
         )  # what padding holds must not matter
         padding = torch.ones(len(rows), t, dtype=torch.bool)
         spans = [place(length) for length in lengths]
@@ -131,25 +150,26 @@ def test_padding_is_not_there(case, causal):
 
     right, right_grads, right_state = run(lambda length: slice(0, length))
     left, left_grads, left_state = run(lambda length: slice(t - length, t))
-    assert error(left, right) <= 1e-10
-    assert gradient_error(left_grads, right_grads) <= 1e-10
-    assert_same_state(left_state, right_state, 1e-10)
+    assert error(left, right) <= tolerance
+    assert gradient_error(left_grads, right_grads) <= tolerance
+    assert_same_state(left_state, right_state, tolerance)
     assert right_state.length.tolist() == list(lengths)
 
     alone = [attention(row[None], return_state=True) for row in rows]
-    assert error(torch.cat([y[0] for y, _ in alone]), right) <= 1e-10
+    assert error(torch.cat([y[0] for y, _ in alone]), right) <= tolerance
     for i, (_, state) in enumerate(alone):
         if case.control != "softmax":  # its memory is as long as the longest row
-            assert_same_state(state, right_state.reorder(torch.tensor([i])), 1e-10)
+            assert_same_state(state, right_state.reorder(torch.tensor([i])), tolerance)
 
 
 @every_case
+@in_every_form
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
-def test_rows_of_padding_give_zeros(case, causal):
+def test_rows_of_padding_give_zeros(case, causal, backend, dtype, tolerance):
     if causal and case not in CAUSAL:
         pytest.skip("not an online control")
-    attention = build(case, few(case), causal=causal)
-    x = tokens(2, 12).requires_grad_()
+    attention = build(case, few(case), causal=causal, backend=backend, dtype=dtype)
+    x = tokens(2, 12, dtype).requires_grad_()
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[0] = True
     y, state = attention(x, key_padding_mask=padding, return_state=True)
@@ -158,8 +178,8 @@ def test_rows_of_padding_give_zeros(case, causal):
     assert state.length.tolist() == [0, 12]
     assert all(g.isfinite().all() for g in gradients(y, attention, x))
     if causal:  # the padded row is as good as new
-        later = tokens(2, 5, seed=9)
-        assert error(attention(later, state=state)[0], attention(later[:1])[0]) <= 1e-10
+        later = tokens(2, 5, dtype, seed=9)
+        assert error(attention(later, state=state)[0], attention(later[:1])[0]) <= tolerance
 
 
 @every_case

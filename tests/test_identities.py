@@ -84,6 +84,13 @@ def test_enough_slots_make_it_causal_softmax_attention(control, slots, t):
     assert_form(attention(control, slots), tokens(t), partial(F.scaled_dot_product_attention, is_causal=True))
 
 
+@pytest.mark.parametrize("control", ["softmax", "window"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_scale_replaces_that_of_the_width(control, backend):
+    attn = attention(control, scale=0.3, backend=backend)
+    assert_form(attn, tokens(), partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3))
+
+
 def test_global_and_window_are_softmax_attention_up_to_their_slots():
     attn, x = attention("global:4+window:60"), tokens(80)
     expected = finish(attn, F.scaled_dot_product_attention(*project(attn, x), is_causal=True))

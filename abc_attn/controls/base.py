@@ -69,6 +69,10 @@ class Control(nn.Module):
         """
         raise NotImplementedError
 
+    def log_weights(self, x: Tensor) -> Tensor | None:
+        """log w, `b h t n`, of a control that is a running mean and no more: one kernel then does it all."""
+        return None
+
     def features(self, q: Tensor) -> Tensor:
         """f(q), `b h t d` -> `b h t n`, for a linear read."""
         return q

@@ -48,7 +48,7 @@ class MLP(Control):
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
         assert state is not None
-        log_alpha = self.log_alpha(self.logits(x))
+        log_alpha = self.log_alpha(x)
         gate = None if self.gate is None else self.gate(x)
         if self.normalization == "mean" or not self.causal:
             write, log_total = running_mean(log_alpha, state[0], key_padding_mask, gate, causal=self.causal)
@@ -58,7 +58,11 @@ class MLP(Control):
         write = write._replace(log_decay=None)
         return write if gate is None else Gate.apply_to(write, gate), (log_total,)
 
-    def log_alpha(self, logits: Tensor) -> Tensor:
+    def log_weights(self, x: Tensor) -> Tensor | None:
+        return self.log_alpha(x) if self.normalization == "mean" and self.gate is None else None
+
+    def log_alpha(self, x: Tensor) -> Tensor:
+        logits = self.logits(x)
         logits = logits.to(memory_dtype(logits))
         if self.activation == "sigmoid":
             return F.logsigmoid(logits)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,10 @@ from abc_attn.core import (
     write,
 )
 from abc_attn.kernels.chunked import chunked
+from abc_attn.kernels.native import applies, library, native, native_mean
 from abc_attn.normaliser import empty_total, running_mean
 
-BACKENDS: dict[str, Callable[..., tuple[Tensor, Memory]]] = {"reference": reference, "torch": chunked}
+BACKENDS = ("auto", "reference", "torch", "native")
 
 
 def scan(
@@ -49,9 +48,15 @@ def scan(
     check_queries(q, k, v, write.phi.shape[-1], linear)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
-    run = BACKENDS[choose_backend(backend, q.shape[2])]
+    check_backend(backend)
     with full_precision(q):
         k, v, write, memory = prepare(k, v, write, memory, key_padding_mask)
+        if backend in ("auto", "native") and not dropout and not (linear and mask_empty) and applies(k, *memory):
+            run = native
+        elif backend == "reference" or (backend == "auto" and q.shape[2] == 1):
+            run = reference  # of one token, a step of the loop is all there is to do
+        else:
+            run = chunked
         out, memory = run(q, k, v, write, memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
@@ -77,30 +82,74 @@ def mlp_attention(
     number of tokens). The state is opaque: pass it back to continue.
     """
     check_keys(k, v, Write(logits), None if state is None else state[0], key_padding_mask)
-    b, h, _, n = (*k.shape[:3], logits.shape[-1])
+    b, h, t, n = (*k.shape[:3], logits.shape[-1])
     memory, log_total = (None, empty_total(b, h, n, k)) if state is None else state
-    logits = logits.expand(b, h, *logits.shape[2:]).to(memory_dtype(k))
-    decided, log_total = running_mean(logits, log_total, key_padding_mask, causal=causal)
-    if causal:
-        out, memory = scan(
-            q, k, v, decided, memory, scale=scale, key_padding_mask=key_padding_mask, dropout=dropout, backend=backend
-        )
-    else:
-        choose_backend(backend, q.shape[2])
-        memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
-        out = read(q, memory, scale=scale, dropout=dropout)
+    out, memory, log_total = mean_attention(
+        q,
+        k,
+        v,
+        logits.expand(b, h, t, n).to(memory_dtype(k)),
+        memory,
+        log_total,
+        causal=causal,
+        scale=scale,
+        key_padding_mask=key_padding_mask,
+        dropout=dropout,
+        backend=backend,
+    )
     return out, (memory, log_total)
 
 
-def choose_backend(backend: str, tokens: int) -> str:
-    """The backend to run `tokens` tokens with; an unknown name is an error."""
-    if backend == "auto":
-        return "reference" if tokens == 1 else "torch"  # one step of the loop is all there is to do
+def mean_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory | None,
+    log_total: Tensor,
+    *,
+    causal: bool,
+    mask_empty: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Memory, Tensor]:
+    """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
+    check_backend(backend)
+    wide = k.dtype == torch.float64
+    if causal and backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ()):
+        check_queries(q, k, v, log_weights.shape[-1], linear=False)
+        with full_precision(q):
+            k, v, weights, memory = prepare(k, v, Write(log_weights), memory, None)
+            if key_padding_mask is not None:
+                padding = key_padding_mask[:, None, :, None]
+                k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+                weights = Write(weights.phi.masked_fill(padding, -torch.inf))
+            out, memory, log_total = native_mean(q, k, v, weights.phi, memory, log_total, mask_empty, scale)
+        if key_padding_mask is not None:
+            out = out.masked_fill(padding, 0)
+        return out.to(q.dtype), memory, log_total
+    decided, log_total = running_mean(log_weights, log_total, key_padding_mask, causal=causal)
+    if causal:
+        options = {"mask_empty": mask_empty, "scale": scale, "dropout": dropout, "backend": backend}
+        out, memory = scan(q, k, v, decided, memory, key_padding_mask=key_padding_mask, **options)  # type: ignore[arg-type]
+    else:
+        memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
+        out = read(q, memory, mask_empty=mask_empty, scale=scale, dropout=dropout)
+    return out, memory, log_total
+
+
+def check_backend(backend: str) -> None:
+    """An unknown backend is an error that lists the known ones."""
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; accepted: 'auto', {', '.join(map(repr, BACKENDS))}")
-    return backend
+        raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
 
 
 def describe_backend() -> tuple[str, str]:
-    """The backend that "auto" takes for whole sequences, and why."""
-    return "torch", f"chunked matrix products on {torch.get_num_threads()} CPU threads, or on any device torch has"
+    """The backend that "auto" takes for fp32 on the CPU, and why."""
+    found = library()
+    if isinstance(found, str):
+        return "torch", f"chunked matrix products; {found}"
+    threads = f"{torch.get_num_threads()} threads, torch's own" if found.abc_threads() else "one thread"
+    return "native", f"fused kernels for fp32 on the CPU ({found.abc_kind().decode()}, {threads}); torch for all else"

@@ -1,0 +1,131 @@
+// Fused CPU kernels of the bounded memory, without torch's headers: plain pointers in, plain pointers out.
+// Every tensor is contiguous fp32 (log_total fp64, used and readable bytes); native.py sees to that.
+
+#include <dlfcn.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+
+struct Args {
+    int64_t rows, g, t, n, d, e;  // rows = batch * heads, g queries' heads to each
+    int64_t mean, linear, mask_empty, backward, threads;
+    float scale;
+    const float *q, *k, *v, *phi, *log_decay;
+    const uint8_t *readable;
+    float *memory_k, *memory_v, *mass;  // in: the memory before; out: after
+    uint8_t *used;
+    double *log_total;
+    float *out, *scores, *checkpoints;
+    // backward only
+    const float *d_out;
+    float *d_memory_k, *d_memory_v, *d_mass;  // in: of the memory after; out: of the one before
+    double *d_log_total;
+    float *d_q, *d_k, *d_v, *d_phi, *d_log_decay;
+};
+
+enum { PIECE = 32, SEGMENT = 256 };
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define VL 16
+#define ROWS 6
+#define COLUMNS 4
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")
+namespace avx512 {
+#include "native.h"
+}
+#pragma GCC pop_options
+#undef VL
+#undef ROWS
+#undef COLUMNS
+#define VL 8
+#define ROWS 4
+#define COLUMNS 2
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "native.h"
+}
+#pragma GCC pop_options
+#undef VL
+#undef ROWS
+#undef COLUMNS
+#endif
+
+#define VL 4
+#define ROWS 4
+#define COLUMNS 2
+namespace portable {
+#include "native.h"
+}
+
+struct Kind {
+    const char *name;
+    void (*forward)(const Args *, int64_t, float *);
+    void (*backward)(const Args *, int64_t, float *);
+    size_t (*scratch)(const Args *);
+    int64_t (*checkpoints)(const Args *);
+};
+
+static Kind best() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    const char *wanted = getenv("ABC_ATTN_SIMD");
+    bool any = !wanted || !*wanted;
+    if ((any || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return {"avx512", avx512::forward_row, avx512::backward_row, avx512::scratch_floats, avx512::checkpoint_floats};
+    if ((any || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return {"avx2", avx2::forward_row, avx2::backward_row, avx2::scratch_floats, avx2::checkpoint_floats};
+#endif
+    return {"portable", portable::forward_row, portable::backward_row, portable::scratch_floats, portable::checkpoint_floats};
+}
+
+static const Kind &kind() {
+    static const Kind chosen = best();
+    return chosen;
+}
+
+struct Team {
+    const Args *args;
+    std::atomic<int64_t> next;
+    std::atomic<int> failed;
+};
+
+static void work(void *data) {
+    Team *team = (Team *)data;
+    float *scratch = (float *)aligned_alloc(64, (kind().scratch(team->args) * 4 + 63) / 64 * 64);
+    if (!scratch) {
+        team->failed = 1;
+        return;
+    }
+    auto run = team->args->backward ? kind().backward : kind().forward;
+    for (int64_t row; (row = team->next++) < team->args->rows;) run(team->args, row, scratch);
+    free(scratch);
+}
+
+// torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
+typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+static Parallel parallel() {
+    static const Parallel found = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    return found;
+}
+
+extern "C" {
+int abc_run(const Args *args) {
+    Team team{args, {0}, {0}};
+    int64_t threads = args->threads < args->rows ? args->threads : args->rows;
+    if (threads > 1 && parallel()) parallel()(work, &team, (unsigned)threads, 0);
+    else work(&team);
+    return team.failed;
+}
+const char *abc_kind() { return kind().name; }
+int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
+int abc_threads() { return parallel() != nullptr; }
+}

@@ -1,0 +1,680 @@
+// One pass of the bounded memory over a row of tokens, forward and backward, written once with vectors of VL floats.
+// native.cpp includes this file once per instruction set.
+//
+// Tokens are taken in pieces. In a piece that starts from the memory (K, V, mass) query t reads, for slot n,
+//
+//     K_tn = r_tn K_n + x_tn sum_{j <= t} c_jn k_j          (V and mass alike)
+//
+// which covers both ways of writing:
+//     running mean of log-weights s (A the running sum):  c_j = exp(s_j),  x_t = 1 / A_t,  r_t = A_0 / A_t
+//     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t),  r_t = exp(ld_1) x_t
+// so a piece is a handful of small products of matrices. A piece is PIECE tokens where the range of exponents inside it
+// is small, and a single token where it is not: exact either way.
+
+typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
+
+static inline vec load(const float *p) { return *(const vec *)p; }
+static inline void store(float *p, vec x) { *(vec *)p = x; }
+static inline vec splat(float x) { return x - (vec){}; }
+static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
+
+static inline float sum(vec x) {
+    float total = 0;
+    for (int i = 0; i < VL; i++) total += x[i];
+    return total;
+}
+
+static inline float highest(vec x) {
+    float top = x[0];
+    for (int i = 1; i < VL; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+// exp to about one ulp, 0 below -87 (-inf too), exactly 1 at 0.
+static inline vec vexp(vec x) {
+    const vec low = splat(-87.0f), magic = splat(12582912.0f);
+    ivec under = x < low;
+    x = vmax(x, low);
+    x = x > splat(88.0f) ? splat(88.0f) : x;
+    vec k = (x * 1.44269504088896341f + magic) - magic;
+    vec f = (x - k * 0.693359375f) - k * -2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    ivec bits = (ivec)p + (__builtin_convertvector(k, ivec) << 23);
+    return under ? (vec){} : (vec)bits;
+}
+
+// C (M x N) = [C * column scale or row scale +] A B, where A_ik stands at a[i * row + k * step], B and C are rows of
+// vectors. `triangle` stops k at the row's own index: A is lower triangular.
+enum { SET, ADD, SCALE_COLUMNS, SCALE_ROWS };
+
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+
+template <int M, int N>
+static inline void tile(int K, const float *a, int row, int step, const float *b, int ldb, float *c, int ldc, int mode,
+                        const float *scale) {
+    vec acc[M][N];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) {
+            acc[i][j] = mode == SET ? (vec){} : load(c + i * ldc + j * VL);
+            if (mode == SCALE_COLUMNS) acc[i][j] *= load(scale + j * VL);
+            if (mode == SCALE_ROWS) acc[i][j] *= splat(scale[i]);
+        }
+    for (int k = 0; k < K; k++) {
+        vec right[N];
+        for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * VL);
+        for (int i = 0; i < M; i++) {
+            vec left = splat(a[i * row + k * step]);
+            for (int j = 0; j < N; j++) acc[i][j] += left * right[j];
+        }
+    }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
+}
+
+template <int N>
+static inline void strip(int M, int K, bool triangle, const float *a, int row, int step, const float *b, int ldb, float *c,
+                         int ldc, int mode, const float *scale) {
+    int i = 0;
+    auto tiles = [&](auto rows) {
+        constexpr int R = decltype(rows)::value;
+        for (; i + R <= M; i += R)
+            tile<R, N>(triangle ? i + R : K, a + i * row, row, step, b, ldb, c + i * ldc, ldc, mode,
+                       mode == SCALE_ROWS ? scale + i : scale);
+    };
+    tiles(Number<ROWS>()), tiles(Number<2>()), tiles(Number<1>());
+}
+
+static inline void product(int M, int N, int K, const float *a, int row, int step, const float *b, int ldb, float *c, int ldc,
+                           int mode = SET, const float *scale = nullptr, bool triangle = false) {
+    int j = 0;
+    auto strips = [&](auto columns) {
+        constexpr int C = decltype(columns)::value;
+        for (; j + C * VL <= N; j += C * VL)
+            strip<C>(M, K, triangle, a, row, step, b + j, ldb, c + j, ldc, mode, mode == SCALE_COLUMNS ? scale + j : scale);
+    };
+    strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
+}
+
+// Square tiles by butterflies: exchange the off-diagonal blocks of size 1, 2, 4, ...
+template <int S>
+static inline void exchange(vec *v) {
+    ivec low, high;
+    for (int l = 0; l < VL; l++) {
+        low[l] = l & S ? VL + l - S : l;
+        high[l] = l & S ? VL + l : l + S;
+    }
+    for (int i = 0; i < VL; i++)
+        if (!(i & S)) {
+            vec a = v[i], b = v[i + S];
+            v[i] = __builtin_shuffle(a, b, low);
+            v[i + S] = __builtin_shuffle(a, b, high);
+        }
+}
+
+static void transpose(int rows, int columns, const float *from, int ldf, float *to, int ldt) {
+    for (int i = 0; i < rows; i += VL)
+        for (int j = 0; j < columns; j += VL) {
+            vec v[VL];
+            for (int l = 0; l < VL; l++) v[l] = load(from + (i + l) * ldf + j);
+            if (VL > 1) exchange<1>(v);
+            if (VL > 2) exchange<2>(v);
+            if (VL > 4) exchange<4 % VL>(v);
+            if (VL > 8) exchange<8 % VL>(v);
+            for (int l = 0; l < VL; l++) store(to + (j + l) * ldt + i, v[l]);
+        }
+}
+
+static void copy_rows(int rows, int width, const float *from, float *to, int ldt, float fill) {
+    for (int i = 0; i < rows; i++) {
+        memcpy(to + i * ldt, from + (size_t)i * width, width * sizeof(float));
+        for (int j = width; j < ldt; j++) to[i * ldt + j] = fill;
+    }
+}
+
+// The memory and the running sum while a row of tokens passes.
+struct Carry {
+    float *kt, *v, *mass;  // dp x np (transposed), np x ep, np
+    float *top;            // np   running mean: total * exp(top) is the running sum
+    double *total;
+};
+
+// One row's view of the arguments, and room for one piece.
+struct Row {
+    const Args *a;
+    int n, d, e, np, dp, ep;
+    const float *q, *k, *v, *phi, *ld;
+    const uint8_t *readable;
+    uint8_t *used;
+    float *room;  // scratch, handed out by `take`
+    size_t taken;
+    float *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
+
+    float *take(size_t count) {
+        float *p = room + taken;
+        taken += (count + 15) & ~(size_t)15;
+        return p;
+    }
+
+    void sizes(const Args *args) {
+        a = args;
+        n = a->n, d = a->d, e = a->e;
+        np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
+    }
+
+    void begin(const Args *args, int64_t row, float *scratch) {
+        sizes(args);
+        int64_t t = a->t;
+        q = a->q + row * a->g * t * (a->linear ? n : d);
+        k = a->k + row * t * d, v = a->v + row * t * e, phi = a->phi + row * t * n;
+        ld = a->log_decay ? a->log_decay + row * t * n : nullptr;
+        readable = a->readable ? a->readable + row * t * n : nullptr;
+        used = nullptr;
+        room = scratch, taken = 0;
+        kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
+        r = take(PIECE * np), x = take(PIECE * np), c = take(PIECE * np), cT = take(np * PIECE), xc = take(PIECE * np);
+        inverse = take(PIECE * np), allow = take(PIECE * np), cumulative = take(PIECE * np);
+        memset(kb, 0, taken * sizeof(float));
+    }
+
+    void take_carry(Carry &s) {
+        s.kt = take(dp * np), s.v = take(np * ep), s.mass = take(np), s.top = take(np), s.total = (double *)take(2 * np);
+    }
+
+    bool masked() const { return a->mask_empty || readable || np != n; }
+
+    bool still_used(size_t at, int slot) const {
+        if (a->mean) return used[slot] || phi[at] > -INFINITY;
+        return (used[slot] && !(ld && ld[at] == -INFINITY)) || phi[at] != 0;
+    }
+
+    // Whether `length` tokens from `from` on can be one piece.
+    bool mild(const Carry &s, int64_t from, int length) {
+        if (length == 1) return true;
+        if (a->mean) {
+            copy_rows(length, n, phi + from * n, c, np, -INFINITY);
+            for (int j = 0; j < np; j += VL) {
+                vec first = vmax(load(s.top + j), load(c + j)), top = first;
+                for (int i = 1; i < length; i++) top = vmax(top, load(c + i * np + j));
+                ivec fine = (top - first <= splat(60.0f)) | (top == splat(-INFINITY));  // NaN where the first is -inf
+                for (int l = 0; l < VL; l++)
+                    if (!fine[l]) return false;
+            }
+            return true;
+        }
+        if (!ld) return true;
+        for (int j = 0; j < n; j++) x[j] = 0;
+        for (int i = 1; i < length; i++)
+            for (int j = 0; j < n; j++) x[j] += ld[(from + i) * n + j];
+        for (int j = 0; j < n; j++)
+            if (!(x[j] >= -16.0f)) return false;
+        return true;
+    }
+
+    // r, x, c (and what the read may see) of a piece; the running sum moves on.
+    void coefficients(Carry &s, int64_t from, int length) {
+        const vec zero = {}, one = splat(1.0f);
+        if (a->mean) {
+            copy_rows(length, n, phi + from * n, c, np, -INFINITY);
+            for (int j = 0; j < np; j += VL) {
+                vec old = load(s.top + j), top = old;
+                for (int i = 0; i < length; i++) top = vmax(top, load(c + i * np + j));
+                vec against = top == splat(-INFINITY) ? zero : top;
+                vec shrink = vexp(old - against), before, sum = zero;
+                for (int l = 0; l < VL; l++) {
+                    s.total[j + l] *= shrink[l];
+                    before[l] = (float)s.total[j + l];
+                }
+                for (int i = 0; i < length; i++) {
+                    vec w = vexp(load(c + i * np + j) - against);
+                    sum += w;
+                    vec all = before + sum, share = all > zero ? one / all : zero;
+                    store(c + i * np + j, w);
+                    store(x + i * np + j, share);
+                    store(r + i * np + j, before * share);
+                }
+                for (int l = 0; l < VL; l++) s.total[j + l] += sum[l];
+                store(s.top + j, top);
+            }
+        } else {
+            copy_rows(length, n, phi + from * n, c, np, 0.0f);
+            if (ld) {
+                copy_rows(length, n, ld + from * n, r, np, 0.0f);
+                for (int j = 0; j < np; j += VL) {
+                    vec first = vexp(load(r + j)), sum = zero;
+                    for (int i = 0; i < length; i++) {
+                        if (i) sum += load(r + i * np + j);
+                        vec row = vexp(sum), back = i ? vexp(-sum) : one;
+                        store(x + i * np + j, row);
+                        store(r + i * np + j, first * row);
+                        store(inverse + i * np + j, back);
+                        store(c + i * np + j, load(c + i * np + j) * back);
+                    }
+                }
+            } else
+                for (int i = 0; i < length * np; i += VL) store(r + i, one), store(x + i, one), store(inverse + i, one);
+        }
+        const float *last = x + (length - 1) * np;
+        for (int i = 0; i < length; i++)
+            for (int j = 0; j < np; j += VL) store(xc + i * np + j, load(c + i * np + j) * load(last + j));
+        if (masked())
+            for (int i = 0; i < length; i++)
+                for (int j = 0; j < np; j++) {
+                    bool see = j < n;
+                    if (see) {
+                        size_t at = (from + i) * n + j;
+                        if (used) used[j] = still_used(at, j);
+                        see = (!a->mask_empty || !used || used[j]) && (!readable || readable[at]);
+                    }
+                    allow[i * np + j] = see ? 0.0f : -INFINITY;
+                }
+        if (a->linear)
+            for (int j = 0; j < np; j += VL) {
+                vec sum = zero;
+                for (int i = 0; i < length; i++) sum += load(c + i * np + j), store(cumulative + i * np + j, sum);
+            }
+    }
+
+    void tokens(int64_t from, int length) {
+        copy_rows(length, d, k + from * d, kb, dp, 0.0f);
+        copy_rows(length, e, v + from * e, vb, ep, 0.0f);
+    }
+
+    // The memory after the piece.
+    void advance(Carry &s, int length) {
+        const float *last = r + (length - 1) * np;
+        product(d, np, length, kb, 1, dp, xc, np, s.kt, np, SCALE_COLUMNS, last);
+        product(n, ep, length, xc, 1, np, vb, ep, s.v, ep, SCALE_ROWS, last);
+        for (int j = 0; j < np; j += VL) {
+            vec sum = load(s.mass + j) * load(last + j);
+            for (int i = 0; i < length; i++) sum += load(xc + i * np + j);
+            store(s.mass + j, sum);
+        }
+    }
+
+    void enter(Carry &s, const float *mk, const float *mv, const float *mass, const double *log_total) {
+        memset(s.kt, 0, dp * np * sizeof(float));
+        memset(s.v, 0, np * ep * sizeof(float));
+        for (int i = 0; i < np; i++) {
+            bool real = i < n;
+            s.mass[i] = real ? mass[i] : 0;
+            for (int j = 0; real && j < d; j++) s.kt[j * np + i] = mk[i * d + j];
+            for (int j = 0; real && j < e; j++) s.v[i * ep + j] = mv[i * e + j];
+            double logarithm = real && log_total ? log_total[i] : -INFINITY;
+            s.top[i] = (float)logarithm;
+            s.total[i] = logarithm == -INFINITY ? 0.0 : exp(logarithm - (double)s.top[i]);
+        }
+    }
+};
+
+static inline void lower(float *p, int length) {  // zero above the diagonal
+    for (int i = 0; i < length; i++)
+        for (int j = i + 1; j < PIECE; j++) p[i * PIECE + j] = 0;
+}
+
+// A checkpoint holds the carry as it is, so that the backward pass retraces the same steps.
+static size_t carry_floats(const Row &w) { return (size_t)w.dp * w.np + (size_t)w.np * w.ep + 4 * w.np; }
+
+static void keep(const Row &w, const Carry &s, float *to) {
+    memcpy(to, s.kt, w.dp * w.np * 4), to += w.dp * w.np;
+    memcpy(to, s.v, w.np * w.ep * 4), to += w.np * w.ep;
+    memcpy(to, s.mass, w.np * 4), to += w.np;
+    memcpy(to, s.top, w.np * 4), to += w.np;
+    memcpy(to, s.total, w.np * 8);
+}
+
+static void recall(const Row &w, Carry &s, const float *from) {
+    memcpy(s.kt, from, w.dp * w.np * 4), from += w.dp * w.np;
+    memcpy(s.v, from, w.np * w.ep * 4), from += w.np * w.ep;
+    memcpy(s.mass, from, w.np * 4), from += w.np;
+    memcpy(s.top, from, w.np * 4), from += w.np;
+    memcpy(s.total, from, w.np * 8);
+}
+
+static int64_t checkpoint_floats(const Args *a) {
+    Row w;
+    w.sizes(a);
+    return a->rows * ((a->t + SEGMENT - 1) / SEGMENT) * carry_floats(w);
+}
+
+static size_t scratch_floats(const Args *a) {
+    Row w;
+    w.sizes(a);
+    size_t np = w.np, dp = w.dp, ep = w.ep;
+    size_t piece = PIECE * (20 * np + 6 * dp + 6 * ep + 6 * PIECE), state = dp * np + np * ep + 8 * np;
+    return piece + 8 * state + (a->backward ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
+}
+
+// Linear read: f(q) as it may be seen, and 1 / (f(q) . mass) for each query, 0 where that is 0.
+static void linear_shares(const Row &w, const Carry &s, int length, float *f, float *share) {
+    for (int i = 0; i < length; i++) {
+        vec total = {};
+        for (int j = 0; j < w.np; j += VL) {
+            int l = i * w.np + j;
+            vec seen = w.masked() ? (load(w.allow + l) == (vec){} ? load(f + l) : (vec){}) : load(f + l);
+            store(f + l, seen);
+            total += seen * (load(w.r + l) * load(s.mass + j) + load(w.x + l) * load(w.cumulative + l));
+        }
+        float den = sum(total);
+        share[i] = den == 0 ? 0.0f : 1.0f / den;
+    }
+}
+
+static void forward_row(const Args *a, int64_t row, float *scratch) {
+    Row w;
+    w.begin(a, row, scratch);
+    Carry s;
+    w.take_carry(s);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
+    const int64_t t = a->t;
+    float *qb = w.take(PIECE * dp), *p = w.take(PIECE * np), *g = w.take(PIECE * np), *z = w.take(PIECE * np);
+    float *pairs = w.take(PIECE * PIECE), *ob = w.take(PIECE * ep), *share = w.take(PIECE);
+    w.used = a->used + row * n;
+    w.enter(s, a->memory_k + row * n * d, a->memory_v + row * n * e, a->mass + row * n,
+            a->mean ? a->log_total + row * n : nullptr);
+    const int64_t segments = (t + SEGMENT - 1) / SEGMENT;
+    for (int64_t from = 0; from < t;) {
+        if (a->checkpoints && from % SEGMENT == 0)
+            keep(w, s, a->checkpoints + (row * segments + from / SEGMENT) * carry_floats(w));
+        int whole = (int)(t - from < PIECE ? t - from : PIECE);
+        int length = w.mild(s, from, whole) ? whole : 1;
+        for (int64_t end = from + whole; from < end; from += length) {
+            w.coefficients(s, from, length);
+            w.tokens(from, length);
+            if (length > 1) {
+                if (!a->linear) transpose(PIECE, dp, w.kb, dp, w.kT, PIECE);
+                transpose(PIECE, np, w.c, np, w.cT, PIECE);
+            }
+            for (int64_t group = 0; group < a->g; group++) {
+                int64_t at = (row * a->g + group) * t + from;
+                if (a->linear) copy_rows(length, n, w.q + (group * t + from) * n, p, np, 0.0f);
+                else {
+                    copy_rows(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
+                    product(length, np, d, qb, dp, 1, s.kt, np, g, np);
+                    if (length > 1) {
+                        product(length, PIECE, d, qb, dp, 1, w.kT, PIECE, pairs, PIECE);
+                        lower(pairs, length);
+                        product(length, np, length, pairs, PIECE, 1, w.c, np, z, np, SET, nullptr, true);
+                    } else {
+                        float dot = 0;
+                        for (int j = 0; j < d; j++) dot += qb[j] * w.kb[j];
+                        for (int j = 0; j < np; j += VL) store(z + j, load(w.c + j) * dot);
+                    }
+                }
+                if (a->linear) linear_shares(w, s, length, p, share);
+                for (int i = 0; i < length; i++) {
+                    float *pi = p + i * np;
+                    if (!a->linear) {
+                        vec top = splat(-INFINITY), total = {};
+                        for (int j = 0; j < np; j += VL) {
+                            int l = i * np + j;
+                            vec score = (load(w.r + l) * load(g + l) + load(w.x + l) * load(z + l)) * a->scale;
+                            if (w.masked()) score += load(w.allow + l);
+                            top = vmax(top, score);
+                            store(pi + j, score);
+                        }
+                        if (a->scores) memcpy(a->scores + (at + i) * n, pi, n * 4);
+                        float best = highest(top);
+                        if (best == -INFINITY) best = 0;
+                        for (int j = 0; j < np; j += VL) {
+                            vec weight = vexp(load(pi + j) - best);
+                            total += weight;
+                            store(pi + j, weight);
+                        }
+                        float den = sum(total);
+                        share[i] = den == 0 ? 0.0f : 1.0f / den;
+                    }
+                    for (int j = 0; j < np; j += VL) {
+                        int l = i * np + j;
+                        vec weight = load(pi + j) * share[i];
+                        store(g + l, weight * load(w.r + l));
+                        store(z + l, weight * load(w.x + l));
+                    }
+                }
+                product(length, ep, n, g, np, 1, s.v, ep, ob, ep);
+                if (length > 1) {
+                    product(length, PIECE, n, z, np, 1, w.cT, PIECE, pairs, PIECE);
+                    lower(pairs, length);
+                    product(length, ep, length, pairs, PIECE, 1, w.vb, ep, ob, ep, ADD, nullptr, true);
+                } else {
+                    vec dot = {};
+                    for (int j = 0; j < np; j += VL) dot += load(z + j) * load(w.c + j);
+                    float own = sum(dot);
+                    for (int j = 0; j < ep; j += VL) store(ob + j, load(ob + j) + load(w.vb + j) * own);
+                }
+                for (int i = 0; i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
+            }
+            w.advance(s, length);
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        for (int j = 0; j < d; j++) a->memory_k[(row * n + i) * d + j] = s.kt[j * np + i];
+        memcpy(a->memory_v + (row * n + i) * e, s.v + i * ep, e * 4);
+        a->mass[row * n + i] = s.mass[i];
+        if (a->mean) a->log_total[row * n + i] = s.total[i] == 0 ? -INFINITY : (double)s.top[i] + log(s.total[i]);
+        if (!w.masked()) {  // otherwise followed token by token
+            for (int64_t at = 0; at < t; at++) w.used[i] = w.still_used(at * n + i, i);
+        }
+    }
+}
+
+// The gradients, piece by piece from the last to the first. With S the scores, p the read weights, and for every query
+//     dp_tn = d_out_t . V_tn,   dS = p (dp - sum p dp),   u = dS S + p dp   (what scaling slot n's memory at t would do)
+// the gradient of a token's share is that of its row in K and V; that of the running sum is -u, that of the decays the
+// sum of u - phi d_phi over later tokens. The memories at the pieces' starts are recomputed from the checkpoints.
+static void backward_row(const Args *a, int64_t row, float *scratch) {
+    Row w;
+    w.begin(a, row, scratch);
+    Carry s;
+    w.take_carry(s);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
+    const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
+    const size_t state = carry_floats(w);
+    float *qb = w.take(PIECE * dp), *gb = w.take(PIECE * ep), *vT = w.take(ep * PIECE);
+    float *p = w.take(PIECE * np), *dS = w.take(PIECE * np), *from_k = w.take(PIECE * np), *from_piece = w.take(PIECE * np);
+    float *y = w.take(PIECE * np), *z = w.take(PIECE * np), *u = w.take(PIECE * np), *dc = w.take(PIECE * np);
+    float *pairs = w.take(PIECE * PIECE), *outer = w.take(PIECE * PIECE), *mix = w.take(PIECE * PIECE);
+    float *dqb = w.take(PIECE * dp), *dkb = w.take(PIECE * dp), *dvb = w.take(PIECE * ep);
+    float *K = w.take(np * dp), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
+    float *dK = w.take(np * dp), *dV = w.take(np * ep), *dmass = w.take(np), *share = w.take(PIECE);
+    double *carried = (double *)w.take(2 * np);  // running mean: u over later tokens, by A_0 / A_t; decays: u - phi d_phi
+    float *starts = w.take(SEGMENT * state);
+    memset(qb, 0, (size_t)((float *)starts - qb) * sizeof(float));
+    for (int i = 0; i < n; i++) {
+        for (int j = 0; j < d; j++) dK[i * dp + j] = a->d_memory_k[(row * n + i) * d + j];
+        for (int j = 0; j < e; j++) dV[i * ep + j] = a->d_memory_v[(row * n + i) * e + j];
+        dmass[i] = a->d_mass[row * n + i];
+        carried[i] = 0;
+    }
+    for (int64_t segment = segments - 1; segment >= 0; segment--) {
+        // Once more forward through the segment, noting where each piece starts and from what.
+        int64_t first = segment * SEGMENT, stop = first + SEGMENT < t ? first + SEGMENT : t;
+        int64_t begins[SEGMENT];
+        int lengths[SEGMENT], pieces = 0;
+        recall(w, s, a->checkpoints + (row * segments + segment) * state);
+        for (int64_t from = first; from < stop;) {
+            int whole = (int)(stop - from < PIECE ? stop - from : PIECE);
+            int length = w.mild(s, from, whole) ? whole : 1;
+            for (int64_t end = from + whole; from < end; from += length) {
+                begins[pieces] = from, lengths[pieces] = length;
+                keep(w, s, starts + pieces++ * state);
+                w.coefficients(s, from, length);
+                w.tokens(from, length);
+                w.advance(s, length);
+            }
+        }
+        if (segment == segments - 1)  // what the scale of the last memory does
+            for (int i = 0; i < n; i++) {
+                double dot = (double)dmass[i] * s.mass[i];
+                for (int j = 0; j < d; j++) dot += (double)dK[i * dp + j] * s.kt[j * np + i];
+                for (int j = 0; j < e; j++) dot += (double)dV[i * ep + j] * s.v[i * ep + j];
+                carried[i] = dot + (a->mean ? -a->d_log_total[row * n + i] : 0);
+            }
+        while (pieces--) {
+            const int64_t from = begins[pieces];
+            const int length = lengths[pieces];
+            recall(w, s, starts + pieces * state);
+            w.coefficients(s, from, length);
+            w.tokens(from, length);
+            transpose(PIECE, np, w.c, np, w.cT, PIECE);
+            transpose(PIECE, ep, w.vb, ep, vT, PIECE);
+            transpose(np, ep, s.v, ep, vt, np);
+            transpose(np, ep, dV, ep, dvt, np);
+            const float *last_r = w.r + (length - 1) * np, *last_x = w.x + (length - 1) * np;
+            // Through the memory after the piece.
+            product(length, np, e, w.vb, ep, 1, dvt, np, dc, np);
+            product(length, ep, n, w.xc, np, 1, dV, ep, dvb, ep);
+            transpose(np, dp, dK, dp, dkt, np);
+            product(length, np, d, w.kb, dp, 1, dkt, np, dc, np, ADD);
+            product(length, dp, n, w.xc, np, 1, dK, dp, dkb, dp);
+            if (!a->linear) {
+                transpose(PIECE, dp, w.kb, dp, w.kT, PIECE);
+                transpose(dp, np, s.kt, np, K, dp);
+            }
+            for (int i = 0; i < length; i++)
+                for (int j = 0; j < np; j += VL) {
+                    int l = i * np + j;
+                    store(dc + l, (load(dc + l) + load(dmass + j)) * load(last_x + j));
+                    store(u + l, (vec){});
+                }
+            for (int i = 0; i < n; i++) {  // from here on the gradients are of the memory before the piece
+                for (int j = 0; j < dp; j += VL) store(dK + i * dp + j, load(dK + i * dp + j) * last_r[i]);
+                for (int j = 0; j < ep; j += VL) store(dV + i * ep + j, load(dV + i * ep + j) * last_r[i]);
+                dmass[i] *= last_r[i];
+            }
+            for (int64_t group = 0; group < a->g; group++) {
+                const int64_t at = (row * a->g + group) * t + from;
+                copy_rows(length, e, a->d_out + at * e, gb, ep, 0.0f);
+                if (a->linear) {
+                    copy_rows(length, n, w.q + (group * t + from) * n, p, np, 0.0f);
+                    linear_shares(w, s, length, p, share);
+                    for (int i = 0; i < length; i++)
+                        for (int j = 0; j < ep; j += VL) store(gb + i * ep + j, load(gb + i * ep + j) * share[i]);
+                } else
+                    copy_rows(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
+                product(length, np, e, gb, ep, 1, vt, np, from_k, np);
+                product(length, PIECE, e, gb, ep, 1, vT, PIECE, outer, PIECE);
+                lower(outer, length);
+                product(length, np, length, outer, PIECE, 1, w.c, np, from_piece, np, SET, nullptr, true);
+                for (int i = 0; i < length; i++) {
+                    float *pi = p + i * np, *dSi = dS + i * np;
+                    vec dot = {};
+                    if (!a->linear) {
+                        memcpy(pi, a->scores + (at + i) * n, n * 4);
+                        for (int j = n; j < np; j++) pi[j] = -INFINITY;
+                        vec top = splat(-INFINITY), total = {};
+                        for (int j = 0; j < np; j += VL) top = vmax(top, load(pi + j));
+                        float best = highest(top);
+                        if (best == -INFINITY) best = 0;
+                        for (int j = 0; j < np; j += VL) total += vexp(load(pi + j) - best);
+                        float den = sum(total), norm = den == 0 ? 0.0f : 1.0f / den;
+                        for (int j = 0; j < np; j += VL) {
+                            int l = i * np + j;
+                            vec weight = vexp(load(pi + j) - best) * norm;
+                            vec back = load(w.r + l) * load(from_k + l) + load(w.x + l) * load(from_piece + l);
+                            store(y + l, weight);
+                            store(dSi + j, back);
+                            dot += weight * back;
+                        }
+                        float mean = sum(dot);
+                        for (int j = 0; j < np; j += VL) {
+                            int l = i * np + j;
+                            vec weight = load(y + l), back = load(dSi + j), slope = weight * (back - mean);
+                            vec effect = weight == (vec){} ? (vec){} : slope * load(pi + j) + weight * back;
+                            store(u + l, load(u + l) + effect);
+                            slope *= a->scale;
+                            store(dSi + j, slope * load(w.r + l));           // to q through the memory before
+                            store(from_k + l, slope * load(w.x + l));       // ... through the piece
+                            store(y + l, weight * load(w.r + l));
+                            store(z + l, weight * load(w.x + l));
+                        }
+                    } else {
+                        // o = f V / den: the denominator is one more column of V, the constant 1.
+                        vec numerator = {};
+                        for (int j = 0; j < np; j += VL) {
+                            int l = i * np + j;
+                            vec back = load(w.r + l) * load(from_k + l) + load(w.x + l) * load(from_piece + l);
+                            numerator += load(pi + j) * back;
+                            store(dSi + j, back);
+                        }
+                        float down = -sum(numerator) * share[i];
+                        for (int j = 0; j < np; j += VL) {
+                            int l = i * np + j;
+                            vec f = load(pi + j);
+                            vec ones = load(w.r + l) * load(s.mass + j) + load(w.x + l) * load(w.cumulative + l);
+                            vec back = load(dSi + j) + ones * down;
+                            if (w.masked()) back = load(w.allow + l) == (vec){} ? back : (vec){};
+                            store(u + l, load(u + l) + f * back);
+                            store(y + l, f * load(w.r + l));
+                            store(z + l, f * load(w.x + l));
+                            store(dSi + j, back);
+                        }
+                        memcpy(a->d_q + (at + i) * n, dSi, n * 4);
+                        for (int j = 0; j < np; j += VL) store(dmass + j, load(dmass + j) + load(y + i * np + j) * down);
+                        for (int j = 0; j <= i; j++) outer[i * PIECE + j] += down;
+                    }
+                }
+                product(n, ep, length, y, 1, np, gb, ep, dV, ep, ADD);
+                product(length, PIECE, n, z, np, 1, w.cT, PIECE, mix, PIECE);
+                lower(mix, length);
+                product(length, ep, length, mix, 1, PIECE, gb, ep, dvb, ep, ADD);
+                product(length, np, length, outer, 1, PIECE, z, np, dc, np, ADD);
+                if (a->linear) continue;
+                product(length, PIECE, d, qb, dp, 1, w.kT, PIECE, pairs, PIECE);
+                lower(pairs, length);
+                product(length, np, length, pairs, 1, PIECE, from_k, np, dc, np, ADD);
+                product(length, dp, n, dS, np, 1, K, dp, dqb, dp);
+                product(n, dp, length, dS, 1, np, qb, dp, dK, dp, ADD);
+                product(length, PIECE, n, from_k, np, 1, w.cT, PIECE, mix, PIECE);
+                lower(mix, length);
+                product(length, dp, length, mix, PIECE, 1, w.kb, dp, dqb, dp, ADD, nullptr, true);
+                product(length, dp, length, mix, 1, PIECE, qb, dp, dkb, dp, ADD);
+                for (int i = 0; i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
+            }
+            const int64_t at = row * t + from;
+            for (int i = 0; i < length; i++) {
+                memcpy(a->d_k + (at + i) * d, dkb + i * dp, d * 4);
+                memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
+            }
+            for (int i = length - 1; i >= 0; i--)
+                for (int j = 0; j < n; j++) {
+                    int l = i * np + j;
+                    size_t to = (at + i) * n + j;
+                    if (a->mean) {
+                        from_k[j] = (i == length - 1 ? last_x[j] * (float)carried[j] : from_k[j]) + w.x[l] * u[l];
+                        a->d_phi[to] = w.c[l] * (dc[l] - from_k[j]);
+                    } else {
+                        a->d_phi[to] = dc[l] * w.inverse[l];
+                        if (!w.ld) continue;
+                        carried[j] += (double)u[l] - (double)w.c[l] * dc[l];
+                        a->d_log_decay[to] = w.ld[(from + i) * n + j] == -INFINITY ? 0.0f : (float)carried[j];
+                    }
+                }
+            if (a->mean)
+                for (int j = 0; j < n; j++) {
+                    double sum = carried[j] * last_r[j];
+                    for (int i = 0; i < length; i++) sum += (double)w.r[i * np + j] * u[i * np + j];
+                    carried[j] = sum;
+                }
+        }
+    }
+    recall(w, s, a->checkpoints + row * segments * state);
+    for (int i = 0; i < n; i++) {
+        double dot = (double)dmass[i] * s.mass[i];
+        for (int j = 0; j < d; j++) dot += (double)dK[i * dp + j] * s.kt[j * np + i];
+        for (int j = 0; j < e; j++) dot += (double)dV[i * ep + j] * s.v[i * ep + j];
+        if (a->mean) a->d_log_total[row * n + i] = s.total[i] == 0 ? 0.0 : dot - carried[i];
+        for (int j = 0; j < d; j++) a->d_memory_k[(row * n + i) * d + j] = dK[i * dp + j];
+        for (int j = 0; j < e; j++) a->d_memory_v[(row * n + i) * e + j] = dV[i * ep + j];
+        a->d_mass[row * n + i] = dmass[i];
+    }
+}

@@ -1,0 +1,247 @@
+"""The native backend: fused C++ on the CPU (native.cpp), bound by plain pointers and registered as torch operators.
+
+It takes fp32 (bf16 comes as fp32, see core.prepare); whatever else is given goes to the torch backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from abc_attn.core import Memory, Write, query_scale
+
+_SIZES = ("rows", "g", "t", "n", "d", "e", "mean", "linear", "mask_empty", "backward", "threads")
+_POINTERS = (
+    *("q", "k", "v", "phi", "log_decay", "readable", "memory_k", "memory_v", "mass", "used", "log_total"),
+    *("out", "scores", "checkpoints"),
+    *("d_out", "d_memory_k", "d_memory_v", "d_mass", "d_log_total", "d_q", "d_k", "d_v", "d_phi", "d_log_decay"),
+)
+
+
+class _Args(ctypes.Structure):  # struct Args of native.cpp
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The compiled kernels, or why they cannot be used."""
+    if os.environ.get("ABC_ATTN_BACKEND") == "torch":
+        return "ABC_ATTN_BACKEND=torch"
+    spec = importlib.util.find_spec("abc_attn.kernels._native")
+    if spec is None or spec.origin is None:
+        return "the native kernels were not compiled when abc-attn was installed (no C++ compiler?)"
+    try:
+        found = ctypes.CDLL(spec.origin)
+    except OSError as error:
+        return f"the native kernels could not be loaded: {error}"
+    found.abc_kind.restype = ctypes.c_char_p
+    found.abc_checkpoint_floats.restype = ctypes.c_int64
+    return found
+
+
+def applies(*tensors: Tensor | None) -> bool:
+    """Whether the native kernels can take these: on the CPU and in fp32."""
+    if isinstance(library(), str):
+        return False
+    return all(x is None or (x.device.type == "cpu" and x.dtype in (torch.float32, torch.bool)) for x in tensors)
+
+
+def native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    write: Write,
+    memory: Memory,
+    *,
+    linear: bool,
+    mask_empty: bool,
+    scale: float | None,
+    dropout: float,
+) -> tuple[Tensor, Memory]:
+    """Causal attention: arguments and results of core.reference (without dropout)."""
+    assert dropout == 0
+    options = (False, linear, mask_empty, query_scale(q, scale))
+    out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
+    return out, memory
+
+
+def native_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory,
+    log_total: Tensor,
+    mask_empty: bool,
+    scale: float | None,
+) -> tuple[Tensor, Memory, Tensor]:
+    """normaliser.running_mean and core.reference in one: each slot the weighted mean of the tokens so far."""
+    options = (True, False, mask_empty, query_scale(q, scale))
+    return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor,
+    log_decay: Tensor | None,
+    readable: Tensor | None,
+    memory: Memory,
+    log_total: Tensor | None,
+    mean: bool,
+    linear: bool,
+    mask_empty: bool,
+    scale: float,
+) -> tuple[Tensor, Memory, Tensor]:
+    inputs = (q.to(v.dtype), k, v, phi, log_decay, readable, *memory, log_total)
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
+    run = _forward if saves or torch.compiler.is_compiling() else _forward_now
+    out, mk, mv, mass, used, total, _, _ = run(*inputs, mean, linear, mask_empty, scale, saves)
+    return out, Memory(mk, mv, mass, used), total
+
+
+def _forward_now(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor,
+    log_decay: Tensor | None,
+    readable: Tensor | None,
+    memory_k: Tensor,
+    memory_v: Tensor,
+    mass: Tensor,
+    used: Tensor,
+    log_total: Tensor | None,
+    mean: bool,
+    linear: bool,
+    mask_empty: bool,
+    scale: float,
+    saves: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable)
+    fresh = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
+    state = {name: None if x is None else _copy(x) for name, x in fresh.items()}
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, scale)
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
+    checkpoints = v.new_empty(_library().abc_checkpoint_floats(ctypes.byref(args))) if saves else None
+    _call(args, **tensors, **state, out=out, scores=scores, checkpoints=checkpoints)
+    none = v.new_empty(0)
+    results = (out, *state.values(), scores, checkpoints)
+    return tuple(none.clone() if x is None else x for x in results)  # type: ignore[return-value]
+
+
+_forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mutates_args=())
+
+
+@_forward.register_fake
+def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, scale, saves):  # type: ignore[no-untyped-def]
+    none = v.new_empty(0)
+    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
+    state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
+    total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
+    floats = _library().abc_checkpoint_floats(ctypes.byref(_arguments(q, k, v, phi, mean, linear, mask_empty, scale)))
+    return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, scores, v.new_empty(floats if saves else 0)
+
+
+@torch.library.custom_op("abc_attn::native_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor,
+    log_decay: Tensor | None,
+    readable: Tensor | None,
+    scores: Tensor,
+    checkpoints: Tensor,
+    d_out: Tensor,
+    d_memory_k: Tensor,
+    d_memory_v: Tensor,
+    d_mass: Tensor,
+    d_log_total: Tensor,
+    mean: bool,
+    linear: bool,
+    mask_empty: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable, d_out=d_out)
+    state = {"d_memory_k": _copy(d_memory_k), "d_memory_v": _copy(d_memory_v), "d_mass": _copy(d_mass)}
+    d_log_total = _copy(d_log_total)
+    d_decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
+    found = {f"d_{name}": v.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v), ("phi", phi))}
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, scale)
+    args.backward = 1
+    saved = {"scores": scores, "checkpoints": checkpoints}
+    _call(args, **tensors, **saved, **state, d_log_total=d_log_total, **found, d_log_decay=d_decay)
+    return *found.values(), d_decay, *state.values(), d_log_total  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(q, k, v, phi, log_decay, readable, scores, checkpoints, d_out, *state):  # type: ignore[no-untyped-def]
+    decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
+    return *(v.new_empty(x.shape) for x in (q, k, v, phi)), decay, *(x.new_empty(x.shape) for x in state[:4])
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, phi, log_decay, readable, _, _, _, _, log_total, *ctx.options, _ = inputs
+    _, _, _, _, used, _, scores, checkpoints = output
+    ctx.mark_non_differentiable(used, scores, checkpoints)
+    ctx.has_total = log_total is not None
+    ctx.save_for_backward(q, k, v, phi, log_decay, readable, scores, checkpoints)
+
+
+def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, *_):  # type: ignore[no-untyped-def]
+    q, k, v, phi, log_decay, readable, scores, checkpoints = ctx.saved_tensors
+    d_total = d_total if ctx.has_total else v.new_zeros(1, dtype=torch.float64)
+    d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(
+        q, k, v, phi, log_decay, readable, scores, checkpoints, d_out, d_mk, d_mv, d_mass, d_total, *ctx.options
+    )
+    decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
+    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert not isinstance(found, str)
+    return found
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, phi: Tensor, mean: bool, linear: bool, mask_empty: bool, scale: float
+) -> _Args:
+    b, h, t, d = k.shape
+    n, e = phi.shape[-1], v.shape[-1]
+    flags = {"mean": mean, "linear": linear, "mask_empty": mask_empty, "backward": 0}
+    return _Args(
+        rows=b * h, g=q.shape[1] // h, t=t, n=n, d=d, e=e, threads=torch.get_num_threads(), scale=scale, **flags
+    )
+
+
+def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    return {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _call(args: _Args, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            setattr(args, name, x.data_ptr())
+    if _library().abc_run(ctypes.byref(args)):
+        raise MemoryError("the native kernels could not allocate their scratch memory")

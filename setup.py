@@ -1,0 +1,16 @@
+"""Compiles the native kernels. Optional: without a C++ compiler the install succeeds and the torch backend is used."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "abc_attn.kernels._native",
+            ["abc_attn/kernels/native.cpp"],
+            depends=["abc_attn/kernels/native.h"],
+            language="c++",
+            extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-Wno-psabi"],
+            optional=True,
+        )
+    ]
+)
