@@ -19,16 +19,28 @@ static inline void store(float *p, vec x) { *(vec *)p = x; }
 static inline vec splat(float x) { return x - (vec){}; }
 static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
 
+// x with its lanes turned by S: the step of a reduction over lanes.
+template <int S>
+static inline vec turned(vec x) {
+    ivec order;
+    for (int l = 0; l < VL; l++) order[l] = (l + S) % VL;
+    return __builtin_shuffle(x, order);
+}
+
 static inline float sum(vec x) {
-    float total = 0;
-    for (int i = 0; i < VL; i++) total += x[i];
-    return total;
+    if (VL > 8) x += turned<8 % VL>(x);
+    if (VL > 4) x += turned<4 % VL>(x);
+    x += turned<2>(x);
+    x += turned<1>(x);
+    return x[0];
 }
 
 static inline float highest(vec x) {
-    float top = x[0];
-    for (int i = 1; i < VL; i++) top = x[i] > top ? x[i] : top;
-    return top;
+    if (VL > 8) x = vmax(x, turned<8 % VL>(x));
+    if (VL > 4) x = vmax(x, turned<4 % VL>(x));
+    x = vmax(x, turned<2>(x));
+    x = vmax(x, turned<1>(x));
+    return x[0];
 }
 
 // exp to about one ulp, 0 below -87 (-inf too), exactly 1 at 0.
@@ -50,57 +62,60 @@ static inline vec vexp(vec x) {
     return under ? (vec){} : (vec)bits;
 }
 
-// C (M x N) = [C * column scale or row scale +] A B, where A_ik stands at a[i * row + k * step], B and C are rows of
-// vectors. `triangle` stops k at the row's own index: A is lower triangular.
-enum { SET, ADD, SCALE_COLUMNS, SCALE_ROWS };
+// C (M x N) = A B, or added to C, or to C with its columns or rows scaled first. A_ik stands at a[i * row + k * step];
+// B and C are rows of whole vectors. `triangle` stops k at the row's own index: A is lower triangular.
+enum Mode { SET, ADD, SCALE_COLUMNS, SCALE_ROWS };
 
 template <int N>
 struct Number {
     static constexpr int value = N;
 };
 
-template <int M, int N>
-static inline void tile(int K, const float *a, int row, int step, const float *b, int ldb, float *c, int ldc, int mode,
-                        const float *scale) {
+template <int M, int N, Mode mode>
+static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
+                        ptrdiff_t ldc, const float *scale) {
     vec acc[M][N];
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
             acc[i][j] = mode == SET ? (vec){} : load(c + i * ldc + j * VL);
             if (mode == SCALE_COLUMNS) acc[i][j] *= load(scale + j * VL);
             if (mode == SCALE_ROWS) acc[i][j] *= splat(scale[i]);
         }
-    for (int k = 0; k < K; k++) {
+    for (ptrdiff_t k = 0; k < K; k++, a += step, b += ldb) {
         vec right[N];
-        for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * VL);
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) right[j] = load(b + j * VL);
+#pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
-            vec left = splat(a[i * row + k * step]);
+            vec left = splat(a[i * row]);
+#pragma GCC unroll 4
             for (int j = 0; j < N; j++) acc[i][j] += left * right[j];
         }
     }
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
         for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
 }
 
-template <int N>
-static inline void strip(int M, int K, bool triangle, const float *a, int row, int step, const float *b, int ldb, float *c,
-                         int ldc, int mode, const float *scale) {
-    int i = 0;
-    auto tiles = [&](auto rows) {
-        constexpr int R = decltype(rows)::value;
-        for (; i + R <= M; i += R)
-            tile<R, N>(triangle ? i + R : K, a + i * row, row, step, b, ldb, c + i * ldc, ldc, mode,
-                       mode == SCALE_ROWS ? scale + i : scale);
-    };
-    tiles(Number<ROWS>()), tiles(Number<2>()), tiles(Number<1>());
-}
-
-static inline void product(int M, int N, int K, const float *a, int row, int step, const float *b, int ldb, float *c, int ldc,
-                           int mode = SET, const float *scale = nullptr, bool triangle = false) {
+template <Mode mode = SET, bool triangle = false>
+static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb,
+                           float *c, ptrdiff_t ldc, const float *scale = nullptr) {
     int j = 0;
-    auto strips = [&](auto columns) {
+    auto strips = [&](auto columns) __attribute__((always_inline)) {
         constexpr int C = decltype(columns)::value;
-        for (; j + C * VL <= N; j += C * VL)
-            strip<C>(M, K, triangle, a, row, step, b + j, ldb, c + j, ldc, mode, mode == SCALE_COLUMNS ? scale + j : scale);
+        for (; j + C * VL <= N; j += C * VL) {
+            int i = 0;
+            auto tiles = [&](auto rows) __attribute__((always_inline)) {
+                constexpr int R = decltype(rows)::value;
+                for (; i + R <= M; i += R)
+                    tile<R, C, mode>(triangle ? i + R : K, a + i * row, row, step, b + j, ldb, c + i * ldc + j, ldc,
+                                     mode == SCALE_COLUMNS ? scale + j : mode == SCALE_ROWS ? scale + i : scale);
+            };
+            tiles(Number<ROWS>()), tiles(Number<2>()), tiles(Number<1>());
+        }
     };
     strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
 }
@@ -134,11 +149,21 @@ static void transpose(int rows, int columns, const float *from, int ldf, float *
         }
 }
 
-static void copy_rows(int rows, int width, const float *from, float *to, int ldt, float fill) {
+static void copy_rows(int rows, int width, const float *from, float *to, int ldt) {
+    for (int i = 0; i < rows; i++) {
+        memcpy(to + i * ldt, from + (size_t)i * width, width * sizeof(float));
+        for (int j = width; j < ldt; j++) to[i * ldt + j] = 0;
+    }
+}
+
+// Rows of whole vectors stay where they are; others are copied and filled up.
+static const float *padded(int rows, int width, const float *from, float *to, int ldt, float fill) {
+    if (width == ldt) return from;
     for (int i = 0; i < rows; i++) {
         memcpy(to + i * ldt, from + (size_t)i * width, width * sizeof(float));
         for (int j = width; j < ldt; j++) to[i * ldt + j] = fill;
     }
+    return to;
 }
 
 // The memory and the running sum while a row of tokens passes.
@@ -157,6 +182,7 @@ struct Row {
     uint8_t *used;
     float *room;  // scratch, handed out by `take`
     size_t taken;
+    const float *keys, *values;  // of the piece
     float *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
 
     float *take(size_t count) {
@@ -197,14 +223,23 @@ struct Row {
         return (used[slot] && !(ld && ld[at] == -INFINITY)) || phi[at] != 0;
     }
 
+    // After the last token: what happened to the slot last decides.
+    bool used_after(int slot) const {
+        for (int64_t at = a->t * n - n + slot; at >= 0; at -= n) {
+            if (a->mean ? phi[at] > -INFINITY : phi[at] != 0) return true;
+            if (ld && ld[at] == -INFINITY) return false;
+        }
+        return used[slot];
+    }
+
     // Whether `length` tokens from `from` on can be one piece.
     bool mild(const Carry &s, int64_t from, int length) {
         if (length == 1) return true;
         if (a->mean) {
-            copy_rows(length, n, phi + from * n, c, np, -INFINITY);
+            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
             for (int j = 0; j < np; j += VL) {
-                vec first = vmax(load(s.top + j), load(c + j)), top = first;
-                for (int i = 1; i < length; i++) top = vmax(top, load(c + i * np + j));
+                vec first = vmax(load(s.top + j), load(logs + j)), top = first;
+                for (int i = 1; i < length; i++) top = vmax(top, load(logs + i * np + j));
                 ivec fine = (top - first <= splat(60.0f)) | (top == splat(-INFINITY));  // NaN where the first is -inf
                 for (int l = 0; l < VL; l++)
                     if (!fine[l]) return false;
@@ -224,10 +259,10 @@ struct Row {
     void coefficients(Carry &s, int64_t from, int length) {
         const vec zero = {}, one = splat(1.0f);
         if (a->mean) {
-            copy_rows(length, n, phi + from * n, c, np, -INFINITY);
+            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
             for (int j = 0; j < np; j += VL) {
                 vec old = load(s.top + j), top = old;
-                for (int i = 0; i < length; i++) top = vmax(top, load(c + i * np + j));
+                for (int i = 0; i < length; i++) top = vmax(top, load(logs + i * np + j));
                 vec against = top == splat(-INFINITY) ? zero : top;
                 vec shrink = vexp(old - against), before, sum = zero;
                 for (int l = 0; l < VL; l++) {
@@ -235,7 +270,7 @@ struct Row {
                     before[l] = (float)s.total[j + l];
                 }
                 for (int i = 0; i < length; i++) {
-                    vec w = vexp(load(c + i * np + j) - against);
+                    vec w = vexp(load(logs + i * np + j) - against);
                     sum += w;
                     vec all = before + sum, share = all > zero ? one / all : zero;
                     store(c + i * np + j, w);
@@ -246,22 +281,23 @@ struct Row {
                 store(s.top + j, top);
             }
         } else {
-            copy_rows(length, n, phi + from * n, c, np, 0.0f);
+            const float *shares = padded(length, n, phi + from * n, c, np, 0.0f);
             if (ld) {
-                copy_rows(length, n, ld + from * n, r, np, 0.0f);
+                const float *logs = padded(length, n, ld + from * n, r, np, 0.0f);
                 for (int j = 0; j < np; j += VL) {
-                    vec first = vexp(load(r + j)), sum = zero;
+                    vec first = vexp(load(logs + j)), sum = zero;
                     for (int i = 0; i < length; i++) {
-                        if (i) sum += load(r + i * np + j);
+                        if (i) sum += load(logs + i * np + j);
                         vec row = vexp(sum), back = i ? vexp(-sum) : one;
                         store(x + i * np + j, row);
                         store(r + i * np + j, first * row);
                         store(inverse + i * np + j, back);
-                        store(c + i * np + j, load(c + i * np + j) * back);
+                        store(c + i * np + j, load(shares + i * np + j) * back);
                     }
                 }
             } else
-                for (int i = 0; i < length * np; i += VL) store(r + i, one), store(x + i, one), store(inverse + i, one);
+                for (int i = 0; i < length * np; i += VL)
+                    store(c + i, load(shares + i)), store(r + i, one), store(x + i, one), store(inverse + i, one);
         }
         const float *last = x + (length - 1) * np;
         for (int i = 0; i < length; i++)
@@ -285,15 +321,21 @@ struct Row {
     }
 
     void tokens(int64_t from, int length) {
-        copy_rows(length, d, k + from * d, kb, dp, 0.0f);
-        copy_rows(length, e, v + from * e, vb, ep, 0.0f);
+        keys = padded(length, d, k + from * d, kb, dp, 0.0f);
+        values = padded(length, e, v + from * e, vb, ep, 0.0f);
+    }
+
+    // `... PIECE x width` transposed; rows that a short piece lacks may hold anything, but not lie outside the tensor.
+    static void turn(const float *from, float *room, int length, int width, float *to) {
+        if (length < PIECE && from != room) memcpy(room, from, (size_t)length * width * 4), from = room;
+        transpose(PIECE, width, from, width, to, PIECE);
     }
 
     // The memory after the piece.
     void advance(Carry &s, int length) {
         const float *last = r + (length - 1) * np;
-        product(d, np, length, kb, 1, dp, xc, np, s.kt, np, SCALE_COLUMNS, last);
-        product(n, ep, length, xc, 1, np, vb, ep, s.v, ep, SCALE_ROWS, last);
+        product<SCALE_COLUMNS>(d, np, length, keys, 1, dp, xc, np, s.kt, np, last);
+        product<SCALE_ROWS>(n, ep, length, xc, 1, np, values, ep, s.v, ep, last);
         for (int j = 0; j < np; j += VL) {
             vec sum = load(s.mass + j) * load(last + j);
             for (int i = 0; i < length; i++) sum += load(xc + i * np + j);
@@ -376,12 +418,13 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     w.take_carry(s);
     const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
     const int64_t t = a->t;
-    float *qb = w.take(PIECE * dp), *p = w.take(PIECE * np), *g = w.take(PIECE * np), *z = w.take(PIECE * np);
+    float *p = w.take(PIECE * np), *g = w.take(PIECE * np), *z = w.take(PIECE * np);
     float *pairs = w.take(PIECE * PIECE), *ob = w.take(PIECE * ep), *share = w.take(PIECE);
     w.used = a->used + row * n;
     w.enter(s, a->memory_k + row * n * d, a->memory_v + row * n * e, a->mass + row * n,
             a->mean ? a->log_total + row * n : nullptr);
     const int64_t segments = (t + SEGMENT - 1) / SEGMENT;
+    const bool masked = w.masked();
     for (int64_t from = 0; from < t;) {
         if (a->checkpoints && from % SEGMENT == 0)
             keep(w, s, a->checkpoints + (row * segments + from / SEGMENT) * carry_floats(w));
@@ -391,67 +434,71 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
             w.coefficients(s, from, length);
             w.tokens(from, length);
             if (length > 1) {
-                if (!a->linear) transpose(PIECE, dp, w.kb, dp, w.kT, PIECE);
+                if (!a->linear) w.turn(w.keys, w.kb, length, dp, w.kT);
                 transpose(PIECE, np, w.c, np, w.cT, PIECE);
             }
             for (int64_t group = 0; group < a->g; group++) {
                 int64_t at = (row * a->g + group) * t + from;
-                if (a->linear) copy_rows(length, n, w.q + (group * t + from) * n, p, np, 0.0f);
+                const float *q = w.q + (group * t + from) * (a->linear ? n : d);
+                if (a->linear) copy_rows(length, n, q, p, np);
                 else {
-                    copy_rows(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
-                    product(length, np, d, qb, dp, 1, s.kt, np, g, np);
+                    product(length, np, d, q, d, 1, s.kt, np, g, np);
                     if (length > 1) {
-                        product(length, PIECE, d, qb, dp, 1, w.kT, PIECE, pairs, PIECE);
+                        product(length, PIECE, d, q, d, 1, w.kT, PIECE, pairs, PIECE);
                         lower(pairs, length);
-                        product(length, np, length, pairs, PIECE, 1, w.c, np, z, np, SET, nullptr, true);
+                        product<SET, true>(length, np, length, pairs, PIECE, 1, w.c, np, z, np);
                     } else {
                         float dot = 0;
-                        for (int j = 0; j < d; j++) dot += qb[j] * w.kb[j];
+                        for (int j = 0; j < d; j++) dot += q[j] * w.keys[j];
                         for (int j = 0; j < np; j += VL) store(z + j, load(w.c + j) * dot);
                     }
                 }
-                if (a->linear) linear_shares(w, s, length, p, share);
-                for (int i = 0; i < length; i++) {
-                    float *pi = p + i * np;
-                    if (!a->linear) {
+                if (a->linear) {
+                    linear_shares(w, s, length, p, share);
+                    for (int l = 0; l < length * np; l += VL) {
+                        vec weight = load(p + l);
+                        store(g + l, weight * load(w.r + l));
+                        store(z + l, weight * load(w.x + l));
+                    }
+                } else
+                    for (int i = 0; i < length; i++) {
                         vec top = splat(-INFINITY), total = {};
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec score = (load(w.r + l) * load(g + l) + load(w.x + l) * load(z + l)) * a->scale;
-                            if (w.masked()) score += load(w.allow + l);
+                            if (masked) score += load(w.allow + l);
                             top = vmax(top, score);
-                            store(pi + j, score);
+                            store(p + l, score);
                         }
-                        if (a->scores) memcpy(a->scores + (at + i) * n, pi, n * 4);
+                        if (a->scores) memcpy(a->scores + (at + i) * n, p + i * np, n * 4);
                         float best = highest(top);
                         if (best == -INFINITY) best = 0;
                         for (int j = 0; j < np; j += VL) {
-                            vec weight = vexp(load(pi + j) - best);
+                            int l = i * np + j;
+                            vec weight = vexp(load(p + l) - best);
                             total += weight;
-                            store(pi + j, weight);
+                            store(g + l, weight * load(w.r + l));
+                            store(z + l, weight * load(w.x + l));
                         }
                         float den = sum(total);
                         share[i] = den == 0 ? 0.0f : 1.0f / den;
                     }
-                    for (int j = 0; j < np; j += VL) {
-                        int l = i * np + j;
-                        vec weight = load(pi + j) * share[i];
-                        store(g + l, weight * load(w.r + l));
-                        store(z + l, weight * load(w.x + l));
-                    }
-                }
-                product(length, ep, n, g, np, 1, s.v, ep, ob, ep);
+                float *to = e == ep ? a->out + at * e : ob;
+                product(length, ep, n, g, np, 1, s.v, ep, to, ep);
                 if (length > 1) {
                     product(length, PIECE, n, z, np, 1, w.cT, PIECE, pairs, PIECE);
                     lower(pairs, length);
-                    product(length, ep, length, pairs, PIECE, 1, w.vb, ep, ob, ep, ADD, nullptr, true);
+                    product<ADD, true>(length, ep, length, pairs, PIECE, 1, w.values, ep, to, ep);
                 } else {
                     vec dot = {};
                     for (int j = 0; j < np; j += VL) dot += load(z + j) * load(w.c + j);
                     float own = sum(dot);
-                    for (int j = 0; j < ep; j += VL) store(ob + j, load(ob + j) + load(w.vb + j) * own);
+                    for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
                 }
-                for (int i = 0; i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
+                for (int i = 0; i < length; i++) {
+                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, load(to + i * ep + j) * share[i]);
+                    if (to == ob) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
+                }
             }
             w.advance(s, length);
         }
@@ -461,9 +508,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
         memcpy(a->memory_v + (row * n + i) * e, s.v + i * ep, e * 4);
         a->mass[row * n + i] = s.mass[i];
         if (a->mean) a->log_total[row * n + i] = s.total[i] == 0 ? -INFINITY : (double)s.top[i] + log(s.total[i]);
-        if (!w.masked()) {  // otherwise followed token by token
-            for (int64_t at = 0; at < t; at++) w.used[i] = w.still_used(at * n + i, i);
-        }
+        if (!w.masked()) w.used[i] = w.used_after(i);  // otherwise followed token by token
     }
 }
 
@@ -526,18 +571,18 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
             w.coefficients(s, from, length);
             w.tokens(from, length);
             transpose(PIECE, np, w.c, np, w.cT, PIECE);
-            transpose(PIECE, ep, w.vb, ep, vT, PIECE);
+            w.turn(w.values, w.vb, length, ep, vT);
             transpose(np, ep, s.v, ep, vt, np);
             transpose(np, ep, dV, ep, dvt, np);
             const float *last_r = w.r + (length - 1) * np, *last_x = w.x + (length - 1) * np;
             // Through the memory after the piece.
-            product(length, np, e, w.vb, ep, 1, dvt, np, dc, np);
+            product(length, np, e, w.values, ep, 1, dvt, np, dc, np);
             product(length, ep, n, w.xc, np, 1, dV, ep, dvb, ep);
             transpose(np, dp, dK, dp, dkt, np);
-            product(length, np, d, w.kb, dp, 1, dkt, np, dc, np, ADD);
+            product<ADD>(length, np, d, w.keys, dp, 1, dkt, np, dc, np);
             product(length, dp, n, w.xc, np, 1, dK, dp, dkb, dp);
             if (!a->linear) {
-                transpose(PIECE, dp, w.kb, dp, w.kT, PIECE);
+                w.turn(w.keys, w.kb, length, dp, w.kT);
                 transpose(dp, np, s.kt, np, K, dp);
             }
             for (int i = 0; i < length; i++)
@@ -553,18 +598,19 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
             }
             for (int64_t group = 0; group < a->g; group++) {
                 const int64_t at = (row * a->g + group) * t + from;
-                copy_rows(length, e, a->d_out + at * e, gb, ep, 0.0f);
+                const float *qs = qb;
+                copy_rows(length, e, a->d_out + at * e, gb, ep);
                 if (a->linear) {
-                    copy_rows(length, n, w.q + (group * t + from) * n, p, np, 0.0f);
+                    copy_rows(length, n, w.q + (group * t + from) * n, p, np);
                     linear_shares(w, s, length, p, share);
                     for (int i = 0; i < length; i++)
                         for (int j = 0; j < ep; j += VL) store(gb + i * ep + j, load(gb + i * ep + j) * share[i]);
                 } else
-                    copy_rows(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
+                    qs = padded(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
                 product(length, np, e, gb, ep, 1, vt, np, from_k, np);
                 product(length, PIECE, e, gb, ep, 1, vT, PIECE, outer, PIECE);
                 lower(outer, length);
-                product(length, np, length, outer, PIECE, 1, w.c, np, from_piece, np, SET, nullptr, true);
+                product<SET, true>(length, np, length, outer, PIECE, 1, w.c, np, from_piece, np);
                 for (int i = 0; i < length; i++) {
                     float *pi = p + i * np, *dSi = dS + i * np;
                     vec dot = {};
@@ -623,21 +669,21 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         for (int j = 0; j <= i; j++) outer[i * PIECE + j] += down;
                     }
                 }
-                product(n, ep, length, y, 1, np, gb, ep, dV, ep, ADD);
+                product<ADD>(n, ep, length, y, 1, np, gb, ep, dV, ep);
                 product(length, PIECE, n, z, np, 1, w.cT, PIECE, mix, PIECE);
                 lower(mix, length);
-                product(length, ep, length, mix, 1, PIECE, gb, ep, dvb, ep, ADD);
-                product(length, np, length, outer, 1, PIECE, z, np, dc, np, ADD);
+                product<ADD>(length, ep, length, mix, 1, PIECE, gb, ep, dvb, ep);
+                product<ADD>(length, np, length, outer, 1, PIECE, z, np, dc, np);
                 if (a->linear) continue;
-                product(length, PIECE, d, qb, dp, 1, w.kT, PIECE, pairs, PIECE);
+                product(length, PIECE, d, qs, dp, 1, w.kT, PIECE, pairs, PIECE);
                 lower(pairs, length);
-                product(length, np, length, pairs, 1, PIECE, from_k, np, dc, np, ADD);
+                product<ADD>(length, np, length, pairs, 1, PIECE, from_k, np, dc, np);
                 product(length, dp, n, dS, np, 1, K, dp, dqb, dp);
-                product(n, dp, length, dS, 1, np, qb, dp, dK, dp, ADD);
+                product<ADD>(n, dp, length, dS, 1, np, qs, dp, dK, dp);
                 product(length, PIECE, n, from_k, np, 1, w.cT, PIECE, mix, PIECE);
                 lower(mix, length);
-                product(length, dp, length, mix, PIECE, 1, w.kb, dp, dqb, dp, ADD, nullptr, true);
-                product(length, dp, length, mix, 1, PIECE, qb, dp, dkb, dp, ADD);
+                product<ADD, true>(length, dp, length, mix, PIECE, 1, w.keys, dp, dqb, dp);
+                product<ADD>(length, dp, length, mix, 1, PIECE, qs, dp, dkb, dp);
                 for (int i = 0; i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
             }
             const int64_t at = row * t + from;
