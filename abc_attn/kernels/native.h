@@ -183,7 +183,7 @@ struct Row {
     float *room;  // scratch, handed out by `take`
     size_t taken;
     const float *keys, *values;  // of the piece
-    float *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
+    float *peak, *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
 
     float *take(size_t count) {
         float *p = room + taken;
@@ -206,10 +206,10 @@ struct Row {
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
+        peak = take(np), kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
         r = take(PIECE * np), x = take(PIECE * np), c = take(PIECE * np), cT = take(np * PIECE), xc = take(PIECE * np);
         inverse = take(PIECE * np), allow = take(PIECE * np), cumulative = take(PIECE * np);
-        memset(kb, 0, taken * sizeof(float));
+        memset(room, 0, taken * sizeof(float));
     }
 
     void take_carry(Carry &s) {
@@ -232,19 +232,29 @@ struct Row {
         return used[slot];
     }
 
+    // The log-weights of a piece, and the highest of each slot so far and in it.
+    const float *peaks(const Carry &s, int64_t from, int length) {
+        const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
+        for (int j = 0; j < np; j += VL) store(peak + j, load(s.top + j));
+        for (int i = 0; i < length; i++)
+            for (int j = 0; j < np; j += VL) store(peak + j, vmax(load(peak + j), load(logs + i * np + j)));
+        return logs;
+    }
+
     // Whether `length` tokens from `from` on can be one piece.
     bool mild(const Carry &s, int64_t from, int length) {
         if (length == 1) return true;
         if (a->mean) {
-            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
+            const float *logs = peaks(s, from, length);
+            ivec wide = {};
             for (int j = 0; j < np; j += VL) {
-                vec first = vmax(load(s.top + j), load(logs + j)), top = first;
-                for (int i = 1; i < length; i++) top = vmax(top, load(logs + i * np + j));
-                ivec fine = (top - first <= splat(60.0f)) | (top == splat(-INFINITY));  // NaN where the first is -inf
-                for (int l = 0; l < VL; l++)
-                    if (!fine[l]) return false;
+                vec top = load(peak + j), first = vmax(load(s.top + j), load(logs + j));
+                // not <=: a NaN, where the first is -inf and others are not, counts as wide
+                wide |= ~(top - first <= splat(60.0f)) & (top != splat(-INFINITY));
             }
-            return true;
+            int any = 0;
+            for (int l = 0; l < VL; l++) any |= wide[l];
+            return !any;
         }
         if (!ld) return true;
         for (int j = 0; j < n; j++) x[j] = 0;
@@ -259,10 +269,9 @@ struct Row {
     void coefficients(Carry &s, int64_t from, int length) {
         const vec zero = {}, one = splat(1.0f);
         if (a->mean) {
-            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
+            const float *logs = peaks(s, from, length);
             for (int j = 0; j < np; j += VL) {
-                vec old = load(s.top + j), top = old;
-                for (int i = 0; i < length; i++) top = vmax(top, load(logs + i * np + j));
+                vec old = load(s.top + j), top = load(peak + j);
                 vec against = top == splat(-INFINITY) ? zero : top;
                 vec shrink = vexp(old - against), before, sum = zero;
                 for (int l = 0; l < VL; l++) {
@@ -460,9 +469,9 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                         store(g + l, weight * load(w.r + l));
                         store(z + l, weight * load(w.x + l));
                     }
-                } else
+                } else {
                     for (int i = 0; i < length; i++) {
-                        vec top = splat(-INFINITY), total = {};
+                        vec top = splat(-INFINITY);
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec score = (load(w.r + l) * load(g + l) + load(w.x + l) * load(z + l)) * a->scale;
@@ -471,8 +480,11 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                             store(p + l, score);
                         }
                         if (a->scores) memcpy(a->scores + (at + i) * n, p + i * np, n * 4);
-                        float best = highest(top);
-                        if (best == -INFINITY) best = 0;
+                        share[i] = highest(top);
+                    }
+                    for (int i = 0; i < length; i++) {
+                        vec total = {};
+                        float best = share[i] == -INFINITY ? 0 : share[i];
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec weight = vexp(load(p + l) - best);
@@ -483,6 +495,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                         float den = sum(total);
                         share[i] = den == 0 ? 0.0f : 1.0f / den;
                     }
+                }
                 float *to = e == ep ? a->out + at * e : ob;
                 product(length, ep, n, g, np, 1, s.v, ep, to, ep);
                 if (length > 1) {
@@ -621,11 +634,15 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         for (int j = 0; j < np; j += VL) top = vmax(top, load(pi + j));
                         float best = highest(top);
                         if (best == -INFINITY) best = 0;
-                        for (int j = 0; j < np; j += VL) total += vexp(load(pi + j) - best);
+                        for (int j = 0; j < np; j += VL) {
+                            vec weight = vexp(load(pi + j) - best);
+                            total += weight;
+                            store(y + i * np + j, weight);
+                        }
                         float den = sum(total), norm = den == 0 ? 0.0f : 1.0f / den;
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
-                            vec weight = vexp(load(pi + j) - best) * norm;
+                            vec weight = load(y + l) * norm;
                             vec back = load(w.r + l) * load(from_k + l) + load(w.x + l) * load(from_piece + l);
                             store(y + l, weight);
                             store(dSi + j, back);
@@ -691,26 +708,34 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                 memcpy(a->d_k + (at + i) * d, dkb + i * dp, d * 4);
                 memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
             }
-            for (int i = length - 1; i >= 0; i--)
-                for (int j = 0; j < n; j++) {
-                    int l = i * np + j;
-                    size_t to = (at + i) * n + j;
-                    if (a->mean) {
-                        from_k[j] = (i == length - 1 ? last_x[j] * (float)carried[j] : from_k[j]) + w.x[l] * u[l];
-                        a->d_phi[to] = w.c[l] * (dc[l] - from_k[j]);
-                    } else {
-                        a->d_phi[to] = dc[l] * w.inverse[l];
-                        if (!w.ld) continue;
-                        carried[j] += (double)u[l] - (double)w.c[l] * dc[l];
-                        a->d_log_decay[to] = w.ld[(from + i) * n + j] == -INFINITY ? 0.0f : (float)carried[j];
+            // To the shares. from_k, from_piece and z are free again.
+            float *later = from_k, *grad = from_piece;
+            if (a->mean) {
+                for (int j = 0; j < np; j++) later[j] = last_x[j] * (float)carried[j];
+                for (int i = length - 1; i >= 0; i--)
+                    for (int j = 0; j < np; j += VL) {
+                        int l = i * np + j;
+                        vec effect = load(later + j) + load(w.x + l) * load(u + l);
+                        store(later + j, effect);
+                        store(grad + l, load(w.c + l) * (load(dc + l) - effect));
+                        store(u + l, load(u + l) * load(w.r + l));
                     }
+                for (int j = 0; j < np; j++) carried[j] *= last_r[j];
+                for (int i = 0; i < length; i++)
+                    for (int j = 0; j < np; j++) carried[j] += u[i * np + j];
+            } else {
+                for (int l = 0; l < length * np; l += VL) {
+                    store(grad + l, load(dc + l) * load(w.inverse + l));
+                    store(u + l, load(u + l) - load(w.c + l) * load(dc + l));
                 }
-            if (a->mean)
-                for (int j = 0; j < n; j++) {
-                    double sum = carried[j] * last_r[j];
-                    for (int i = 0; i < length; i++) sum += (double)w.r[i * np + j] * u[i * np + j];
-                    carried[j] = sum;
-                }
+                for (int i = length - 1; w.ld && i >= 0; i--)
+                    for (int j = 0; j < n; j++) {
+                        carried[j] += u[i * np + j];
+                        size_t at_slot = (from + i) * n + j;
+                        a->d_log_decay[row * t * n + at_slot] = w.ld[at_slot] == -INFINITY ? 0.0f : (float)carried[j];
+                    }
+            }
+            for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, grad + i * np, n * 4);
         }
     }
     recall(w, s, a->checkpoints + row * segments * state);
