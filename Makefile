@@ -8,10 +8,11 @@ ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo test test-oracle check clean
+.PHONY: help setup demo bench test test-oracle check clean
 
 help:
 	@echo "make demo         train five small language models, compare them, write demo.html (about 3 minutes)"
+	@echo "make bench        measure speed and memory into benchmarks/results (about 20 minutes; nothing else may run)"
 	@echo "make test         run the tests"
 	@echo "make check        run ruff and mypy"
 	@echo "make setup        build .venv only"
@@ -22,6 +23,12 @@ setup: .venv/installed
 
 demo: .venv/installed
 	@$(BIN)/abc-attn demo
+
+# One after the other: each needs the machine for itself.
+bench: .venv/installed
+	@for name in op decode encode scaling; do \
+		$(BIN)/abc-attn bench $$name --output benchmarks/results || exit 1; \
+	done
 
 # Two workers of one thread each: they share the cores instead of fighting for them.
 test: .venv/installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -255,6 +256,9 @@ class BoundedAttention(nn.Module):
     ) -> Tensor | None:
         """What is written: x, the context, or nothing; after checking that all that was given fits together."""
         for name, tensor, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
+            if tensor is not None and not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+                given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{name} must be a floating point Tensor, got {given}")
             if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != width or tensor.shape[1] < 1):
                 raise ValueError(f"{name} must have shape (batch, tokens from 1, {width}), got {tuple(tensor.shape)}")
         if context is not None and self.causal:
@@ -306,6 +310,18 @@ class BoundedAttention(nn.Module):
                 f"this state's memory has shape {tuple(state.memory.v.shape)} (batch, heads, slots, width), "
                 f"{expected} is needed here"
             )
+        needed = [(batch, *shape) for shape in self._inner_shapes]
+        held = [tuple(part.shape) for part in state.inner or ()]
+        if held != needed:
+            raise ValueError(
+                f"this state holds {len(held)} tensors of the control, of shapes {held}; {needed} are needed here"
+            )
+
+    @cached_property
+    def _inner_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the control's own state, without the batch."""
+        inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
+        return [tuple(part.shape[1:]) for part in inner or ()]
 
     def _check_shared(self, control: Control, slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> None:
         if options:

@@ -74,11 +74,67 @@ def make_parser() -> Parser:
         "--threads", type=whole_number(1), help="CPU threads for torch (default: torch's own choice)"
     )
 
+    add_benchmarks(add(bench, "speed and memory against softmax attention", "abc-attn bench op --output results"))
+
     add(env, "versions, threads, and which backend is in use", "abc-attn env")
 
     parser_controls = add(controls, "the table of controls", "abc-attn controls --json")
     parser_controls.add_argument("--json", action="store_true", help="print JSON for other programs instead of a table")
     return parser
+
+
+def add_benchmarks(parser: Parser) -> None:
+    """The four benchmarks of `abc-attn bench`, each with its sizes."""
+    kinds = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
+    summaries = {
+        "op": "causal attention, forward and forward + backward, over tokens (below 10 minutes)",
+        "decode": "one step of decoding over contexts, against a preallocated key/value cache",
+        "encode": "non-causal attention of an encoder, the shape of the paper's Table 4",
+        "scaling": "how time and peak memory grow with the tokens of one sequence",
+    }
+    examples = {
+        "op": "--tokens 512 2048 --slots 64",
+        "decode": "--contexts 512 8192",
+        "encode": "--slots 64",
+        "scaling": "--tokens 1024 4096 16384",
+    }
+    lengths = [1024 * 2**power for power in range(8)]
+    sizes: dict[str, dict[str, int | list[int]]] = {
+        "op": {"tokens": [512, 2048, 8192, 32768], "slots": [64, 32], "width": 64, "heads": 8},
+        "decode": {"contexts": [16, 512, 2048, 8192, 131072], "slots": 32, "width": 64, "heads": 8, "batch": 16},
+        "encode": {"tokens": 512, "slots": [64, 128], "width": 64, "heads": 12, "batch": 16},
+        "scaling": {"tokens": lengths, "slots": 64, "width": 64, "heads": 8},
+    }
+    meanings = {
+        "tokens": "length of the sequences",
+        "contexts": "tokens seen at the step that is timed",
+        "slots": "rows of the memory",
+        "width": "width of a head",
+        "heads": "number of heads",
+        "batch": "number of sequences",
+    }
+    for name, summary in summaries.items():
+        kind = kinds.add_parser(
+            name,
+            help=summary,
+            description=f"Measure {summary}. No figure is given of a method whose results differ from fp64.",
+            epilog=f"example:\n  abc-attn bench {name} {examples[name]} --output results",
+        )
+        for option, default in sizes[name].items():
+            several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
+            shown = " ".join(map(str, default)) if isinstance(default, list) else default
+            kind.add_argument(
+                f"--{option}",
+                type=whole_number(2 if option == "contexts" else 1),
+                default=default,
+                help=f"{meanings[option]} (default: {shown})",
+                **several,
+            )
+        kind.add_argument(
+            "--repetitions", type=whole_number(1), default=15, help="at most, of each method (default: %(default)s)"
+        )
+        kind.add_argument("--threads", type=whole_number(1), help="CPU threads for torch (default: torch's own choice)")
+        kind.add_argument("--output", type=Path, help="folder for JSON, a Markdown table and a plot (default: none)")
 
 
 def installed(distribution: str) -> str:
@@ -98,8 +154,6 @@ def demo(arguments: argparse.Namespace) -> None:
             f"--output {arguments.output} cannot be written: name a file in a folder that exists and is writable"
         )
 
-    # Threads that spin while they wait make training ten times slower wherever another program wants the cores too.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     from abc_attn.demo import Settings, run_demo
@@ -108,6 +162,24 @@ def demo(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     chosen = {"seed": arguments.seed} | ({"steps": arguments.steps} if arguments.steps else {})
     run_demo(Settings(**chosen), arguments.output)
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Measure speed and memory against torch's scaled_dot_product_attention (SDPA) and plain softmax attention."""
+    import torch
+
+    from abc_attn.bench import run_bench
+
+    given = vars(arguments)
+    options = {name: given[name] for name in given if name not in ("command", "run", "benchmark", "threads", "output")}
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    try:
+        passed = run_bench(arguments.benchmark, options, arguments.output)
+    except MemoryError as error:  # sizes that this machine cannot hold
+        raise OSError(error) from None
+    if not passed:
+        sys.exit(1)
 
 
 def env(arguments: argparse.Namespace) -> None:

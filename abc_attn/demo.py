@@ -20,6 +20,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
@@ -45,15 +46,15 @@ class Settings:
     """What the five models share."""
 
     seed: int = 0
-    steps: int = 450
+    steps: int = 500
     batch: int = 8
     length: int = 128  # tokens of a training sequence, and all that the linformer has positions for
     slots: int = 32
     layers: int = 2
     width: int = 128
     heads: int = 4
-    vocabulary: int = 512
-    learning_rate: float = 3e-3
+    vocabulary: int = 1024
+    learning_rate: float = 5e-3
     contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)  # where decoding is measured, for the curves
     columns: tuple[int, ...] = (128, 1024, 8192)  # those of them that the table shows
     decode_batch: int = 16
@@ -130,7 +131,7 @@ class LanguageModel(nn.Module):
         control = make_control(spec, slots, embed_dim=width, num_heads=heads, causal=True, **options)
         torch.manual_seed(settings.seed)  # here, so that a control with weights does not change how the rest starts
         self.embedding = nn.Embedding(settings.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        nn.init.normal_(self.embedding.weight, std=0.5 * width**-0.5)  # positions, twice as loud, are learned first
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(BoundedAttention(width, heads, control=control, causal=True), width) for _ in range(settings.layers)
         )
@@ -202,35 +203,40 @@ def load_text(settings: Settings) -> tuple[Vocabulary, Tensor, Tensor]:
     return vocabulary, training, validation
 
 
-def train_one(spec: str, settings: Settings, sender: Connection) -> None:
-    """The work of one process: sends a note after each step, and in the end the weights and the perplexity."""
+def train_some(settings: Settings, parent: Connection) -> None:
+    """The work of one process: trains each model it is told to, sends a note after each step, then what came of it."""
     torch.set_num_threads(1)
     _, training, validation = load_text(settings)
-    model = LanguageModel(spec, settings)
-    train(model, training, settings, sender.send)
-    sender.send((parameters_to_vector(model.parameters()).detach().numpy(), perplexity(model, validation, settings)))
+    with suppress(EOFError, BrokenPipeError):  # the parent has no more to do, or is gone
+        while True:
+            model = LanguageModel(parent.recv(), settings)
+            train(model, training, settings, parent.send)
+            reached = perplexity(model, validation, settings)
+            parent.send((parameters_to_vector(model.parameters()).detach().numpy(), reached))
 
 
 def train_all(settings: Settings, report: Callable[[str], None]) -> dict[str, tuple[LanguageModel, float]]:
-    """Every model, trained, with its perplexity: as many at a time as torch has threads, each in a process of one thread.
+    """The models, trained, and their perplexities: as many at a time as torch has threads, one process for each.
 
-    Models this small gain little from a second thread, and so the numbers are the same however many cores there are.
+    Models this small gain little from a second thread; with one, the numbers do not depend on how many cores there are.
     """
-    context = get_context("spawn")
-    waiting, running, trained = list(SPECS), {}, {}
-    while waiting or running:
-        while waiting and len(running) < torch.get_num_threads():
-            receiver, sender = context.Pipe(duplex=False)
-            running[receiver] = waiting.pop(0)
-            process = context.Process(target=train_one, args=(running[receiver], settings, sender), daemon=True)
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is answered here, once
-            process.start()
-            signal.signal(signal.SIGINT, handler)
-            sender.close()  # this end; when the process ends, so does the pipe
-        for receiver in connection.wait(running):
-            spec = running[receiver]
+    context, waiting, trained = get_context("spawn"), list(SPECS), {}
+    running: dict[Connection, str] = {}  # what each process, known by its connection, trains
+    for _ in range(min(torch.get_num_threads(), len(SPECS))):
+        ours, theirs = context.Pipe()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is answered here, once
+        context.Process(target=train_some, args=(settings, theirs), daemon=True).start()
+        signal.signal(signal.SIGINT, handler)
+        theirs.close()  # so that the connection ends when the process does
+        running[ours] = waiting.pop(0)
+        ours.send(running[ours])
+    while running:
+        ready = connection.wait(running)
+        for process, spec in list(running.items()):
+            if process not in ready:
+                continue
             try:
-                message = receiver.recv()
+                message = process.recv()
             except EOFError:
                 raise RuntimeError(f"the process that trained {spec} ended without a result") from None
             if isinstance(message, str):
@@ -240,7 +246,10 @@ def train_all(settings: Settings, report: Callable[[str], None]) -> dict[str, tu
             model = LanguageModel(spec, settings).eval()
             vector_to_parameters(torch.from_numpy(weights), model.parameters())
             trained[spec] = model, reached
-            del running[receiver]
+            del running[process]
+            if waiting:
+                running[process] = waiting.pop(0)
+                process.send(running[process])
     return {spec: trained[spec] for spec in SPECS}
 
 
@@ -372,7 +381,7 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, seed: int) -> Ten
     decoder, tokens = BoundedDecoder(model), prompt[None]
     logits = decoder(tokens)
     for _ in range(count):
-        chances = (logits[:, -1] / 0.8).softmax(-1)  # a little below 1: fewer odd words from so small a model
+        chances = (logits[:, -1] / 0.7).softmax(-1)  # a little below 1: fewer odd words from so small a model
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
         logits = decoder(tokens[:, -1:])
     return tokens[0]

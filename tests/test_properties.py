@@ -54,7 +54,7 @@ def cases(draw, dtypes=tuple(TOLERANCE), readable=True) -> Case:
     def shared(size: int) -> int:  # an axis of a Write may be 1
         return draw(st.sampled_from([1, size]))
 
-    phi = normal(shared(b), shared(h), t, n)
+    phi = normal(shared(b), shared(h), t, n) * t**-0.5  # so that memories do not grow, nor scores with them
     phi = phi.abs() if linear else phi  # denominators of any sign may come close to zero, where nothing is accurate
     if draw(st.booleans()):
         phi = phi.masked_fill(chance(0.6, *phi.shape), 0)  # slots that stay empty for a while

@@ -131,6 +131,9 @@ class DPFP(FeatureMap):
 
 def _orthogonal(rows: int, width: int, generator: torch.Generator) -> Tensor:
     """Gaussian rows, orthogonal within blocks of `width`, with the lengths of independent Gaussian vectors."""
-    blocks = [torch.linalg.qr(torch.randn(width, width, generator=generator)).Q for _ in range(-(-rows // width))]
+    blocks = []
+    for _ in range(-(-rows // width)):
+        q, r = torch.linalg.qr(torch.randn(width, width, generator=generator))
+        blocks.append(q * r.diagonal().sign())  # LAPACK fixes the signs of q: without this its directions lean one way
     lengths = torch.randn(rows, width, generator=generator).norm(dim=1, keepdim=True)
     return torch.cat(blocks)[:rows] * lengths

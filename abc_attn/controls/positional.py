@@ -125,7 +125,8 @@ class Global(Positional):
             raise ValueError(f"control 'global' takes positions or every, got both: {positions!r} and {every!r}")
         if positions is not None:
             positions = tuple(sorted({*positions}))
-            if not 1 <= len(positions) <= slots or positions[0] < 0:
+            whole = all(isinstance(position, int) for position in positions)
+            if not whole or not 1 <= len(positions) <= slots or positions[0] < 0:
                 raise ValueError(f"positions must be 1 to {slots} (the slots) whole numbers from 0, got {positions!r}")
         self.positions = positions
         self.every = None if every is None else at_least(1, every=every)
@@ -153,6 +154,8 @@ class Random(Positional):
 
     def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
         super().__init__(slots, **site)
+        if not isinstance(seed, int):
+            raise TypeError(f"seed must be a whole number, got {seed!r}")
         self.seed = seed
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:

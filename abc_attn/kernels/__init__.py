@@ -81,7 +81,9 @@ def mlp_attention(
     The sum runs over the prefix if `causal` (each slot is a running mean), over all tokens if not (then q may have any
     number of tokens). The state is opaque: pass it back to continue.
     """
-    check_keys(k, v, Write(logits), None if state is None else state[0], key_padding_mask)
+    if state is not None and (isinstance(state, Memory) or len(state) != 2):
+        raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}")
+    check_keys(k, v, Write(logits), None, key_padding_mask)
     b, h, t, n = (*k.shape[:3], logits.shape[-1])
     memory, log_total = (None, empty_total(b, h, n, k)) if state is None else state
     out, memory, log_total = mean_attention(
@@ -117,6 +119,15 @@ def mean_attention(
 ) -> tuple[Tensor, Memory, Tensor]:
     """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
     check_backend(backend)
+    check_keys(k, v, Write(log_weights), memory, key_padding_mask)
+    expected = (*k.shape[:2], log_weights.shape[-1])
+    if log_total.shape != expected or log_total.dtype != torch.float64:
+        raise ValueError(
+            f"the normaliser must have shape {expected} and dtype torch.float64, "
+            f"got {tuple(log_total.shape)} and {log_total.dtype}"
+        )
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
     wide = k.dtype == torch.float64
     if causal and backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ()):
         check_queries(q, k, v, log_weights.shape[-1], linear=False)

@@ -23,6 +23,7 @@ from abc_attn.core import (
     Memory,
     Write,
     decay_after,
+    divide,
     group_heads,
     query_scale,
     softmax_weights,
@@ -78,12 +79,10 @@ def chunked(
     if linear:
         features = q if seen is None else q.masked_fill(~seen, 0)
         total = _through(features, torch.ones_like(v[..., :1]), stored_mass, start, splits)
-        weights = (features / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
-        weights = F.dropout(weights, dropout) if dropout else weights
+        out = divide(_through(F.dropout(features, dropout) if dropout else features, v, stored_v, start, splits), total)
     else:
         scores = _against(q * query_scale(q, scale), k, stored_k, start, splits)
-        weights = softmax_weights(scores, seen, dropout)
-    out = _through(weights, v, stored_v, start, splits)
+        out = _through(softmax_weights(scores, seen, dropout), v, stored_v, start, splits)
     return out.flatten(3, 4)[:, :, :, :t].flatten(1, 2), last._replace(used=used_at_end(write, memory.used))
 
 

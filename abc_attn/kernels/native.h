@@ -35,6 +35,8 @@ static inline float sum(vec x) {
     return x[0];
 }
 
+static inline vec over(vec x, float den) { return den == 0 ? (vec){} : x / den; }
+
 static inline float highest(vec x) {
     if (VL > 8) x = vmax(x, turned<8 % VL>(x));
     if (VL > 4) x = vmax(x, turned<4 % VL>(x));
@@ -62,9 +64,10 @@ static inline vec vexp(vec x) {
     return under ? (vec){} : (vec)bits;
 }
 
-// C (M x N) = A B, or added to C, or to C with its columns or rows scaled first. A_ik stands at a[i * row + k * step];
+// C (M x N) = A B, or added to C, or to C with its columns or rows decayed first: C = kept C + (change C + A B), rounded
+// at the size of C once, where kept is 0 or 1. A_ik stands at a[i * row + k * step];
 // B and C are rows of whole vectors. `triangle` stops k at the row's own index: A is lower triangular.
-enum Mode { SET, ADD, SCALE_COLUMNS, SCALE_ROWS };
+enum Mode { SET, ADD, DECAY_COLUMNS, DECAY_ROWS };
 
 template <int N>
 struct Number {
@@ -73,15 +76,15 @@ struct Number {
 
 template <int M, int N, Mode mode>
 static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc, const float *scale) {
+                        ptrdiff_t ldc, const float *change, const float *kept) {
     vec acc[M][N];
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
             acc[i][j] = mode == SET ? (vec){} : load(c + i * ldc + j * VL);
-            if (mode == SCALE_COLUMNS) acc[i][j] *= load(scale + j * VL);
-            if (mode == SCALE_ROWS) acc[i][j] *= splat(scale[i]);
+            if (mode == DECAY_COLUMNS) acc[i][j] *= load(change + j * VL);
+            if (mode == DECAY_ROWS) acc[i][j] *= splat(change[i]);
         }
     for (ptrdiff_t k = 0; k < K; k++, a += step, b += ldb) {
         vec right[N];
@@ -97,12 +100,17 @@ static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t st
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
+        for (int j = 0; j < N; j++) {
+            float *to = c + i * ldc + j * VL;
+            if (mode == DECAY_COLUMNS) acc[i][j] += load(to) * load(kept + j * VL);
+            if (mode == DECAY_ROWS) acc[i][j] += load(to) * splat(kept[i]);
+            store(to, acc[i][j]);
+        }
 }
 
 template <Mode mode = SET, bool triangle = false>
 static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb,
-                           float *c, ptrdiff_t ldc, const float *scale = nullptr) {
+                           float *c, ptrdiff_t ldc, const float *change = nullptr, const float *kept = nullptr) {
     int j = 0;
     auto strips = [&](auto columns) __attribute__((always_inline)) {
         constexpr int C = decltype(columns)::value;
@@ -110,9 +118,11 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
             int i = 0;
             auto tiles = [&](auto rows) __attribute__((always_inline)) {
                 constexpr int R = decltype(rows)::value;
-                for (; i + R <= M; i += R)
+                for (; i + R <= M; i += R) {
+                    int at = mode == DECAY_COLUMNS ? j : mode == DECAY_ROWS ? i : 0;
                     tile<R, C, mode>(triangle ? i + R : K, a + i * row, row, step, b + j, ldb, c + i * ldc + j, ldc,
-                                     mode == SCALE_COLUMNS ? scale + j : mode == SCALE_ROWS ? scale + i : scale);
+                                     change ? change + at : nullptr, kept ? kept + at : nullptr);
+                }
             };
             tiles(Number<ROWS>()), tiles(Number<2>()), tiles(Number<1>());
         }
@@ -183,6 +193,7 @@ struct Row {
     float *room;  // scratch, handed out by `take`
     size_t taken;
     const float *keys, *values;  // of the piece
+    float *change, *kept;  // r of the last token as kept + change: a small change is exact, not 1 - a rounded r
     float *peak, *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
 
     float *take(size_t count) {
@@ -206,7 +217,7 @@ struct Row {
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        peak = take(np), kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
+        change = take(np), kept = take(np), peak = take(np), kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
         r = take(PIECE * np), x = take(PIECE * np), c = take(PIECE * np), cT = take(np * PIECE), xc = take(PIECE * np);
         inverse = take(PIECE * np), allow = take(PIECE * np), cumulative = take(PIECE * np);
         memset(room, 0, taken * sizeof(float));
@@ -309,8 +320,17 @@ struct Row {
                     store(c + i, load(shares + i)), store(r + i, one), store(x + i, one), store(inverse + i, one);
         }
         const float *last = x + (length - 1) * np;
-        for (int i = 0; i < length; i++)
-            for (int j = 0; j < np; j += VL) store(xc + i * np + j, load(c + i * np + j) * load(last + j));
+        for (int j = 0; j < np; j += VL) {
+            vec sum = zero, left = load(r + (length - 1) * np + j);
+            for (int i = 0; i < length; i++) {
+                vec share = load(c + i * np + j) * load(last + j);
+                sum += share;
+                store(xc + i * np + j, share);
+            }
+            ivec mild = left > splat(0.5f);
+            store(kept + j, mild ? one : zero);
+            store(change + j, mild ? (a->mean ? -sum : left - one) : left);
+        }
         if (masked())
             for (int i = 0; i < length; i++)
                 for (int j = 0; j < np; j++) {
@@ -342,13 +362,12 @@ struct Row {
 
     // The memory after the piece.
     void advance(Carry &s, int length) {
-        const float *last = r + (length - 1) * np;
-        product<SCALE_COLUMNS>(d, np, length, keys, 1, dp, xc, np, s.kt, np, last);
-        product<SCALE_ROWS>(n, ep, length, xc, 1, np, values, ep, s.v, ep, last);
+        product<DECAY_COLUMNS>(d, np, length, keys, 1, dp, xc, np, s.kt, np, change, kept);
+        product<DECAY_ROWS>(n, ep, length, xc, 1, np, values, ep, s.v, ep, change, kept);
         for (int j = 0; j < np; j += VL) {
-            vec sum = load(s.mass + j) * load(last + j);
+            vec sum = load(s.mass + j) * load(change + j);
             for (int i = 0; i < length; i++) sum += load(xc + i * np + j);
-            store(s.mass + j, sum);
+            store(s.mass + j, load(s.mass + j) * load(kept + j) + sum);
         }
     }
 
@@ -405,8 +424,8 @@ static size_t scratch_floats(const Args *a) {
     return piece + 8 * state + (a->backward ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
 }
 
-// Linear read: f(q) as it may be seen, and 1 / (f(q) . mass) for each query, 0 where that is 0.
-static void linear_shares(const Row &w, const Carry &s, int length, float *f, float *share) {
+// Linear read: f(q) as it may be seen, and the denominator f(q) . mass of each query.
+static void denominators(const Row &w, const Carry &s, int length, float *f, float *den) {
     for (int i = 0; i < length; i++) {
         vec total = {};
         for (int j = 0; j < w.np; j += VL) {
@@ -415,8 +434,7 @@ static void linear_shares(const Row &w, const Carry &s, int length, float *f, fl
             store(f + l, seen);
             total += seen * (load(w.r + l) * load(s.mass + j) + load(w.x + l) * load(w.cumulative + l));
         }
-        float den = sum(total);
-        share[i] = den == 0 ? 0.0f : 1.0f / den;
+        den[i] = sum(total);
     }
 }
 
@@ -428,7 +446,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
     const int64_t t = a->t;
     float *p = w.take(PIECE * np), *g = w.take(PIECE * np), *z = w.take(PIECE * np);
-    float *pairs = w.take(PIECE * PIECE), *ob = w.take(PIECE * ep), *share = w.take(PIECE);
+    float *pairs = w.take(PIECE * PIECE), *ob = w.take(PIECE * ep), *den = w.take(PIECE);
     w.used = a->used + row * n;
     w.enter(s, a->memory_k + row * n * d, a->memory_v + row * n * e, a->mass + row * n,
             a->mean ? a->log_total + row * n : nullptr);
@@ -463,7 +481,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                     }
                 }
                 if (a->linear) {
-                    linear_shares(w, s, length, p, share);
+                    denominators(w, s, length, p, den);
                     for (int l = 0; l < length * np; l += VL) {
                         vec weight = load(p + l);
                         store(g + l, weight * load(w.r + l));
@@ -480,11 +498,11 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                             store(p + l, score);
                         }
                         if (a->scores) memcpy(a->scores + (at + i) * n, p + i * np, n * 4);
-                        share[i] = highest(top);
+                        den[i] = highest(top);
                     }
                     for (int i = 0; i < length; i++) {
                         vec total = {};
-                        float best = share[i] == -INFINITY ? 0 : share[i];
+                        float best = den[i] == -INFINITY ? 0 : den[i];
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec weight = vexp(load(p + l) - best);
@@ -492,8 +510,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                             store(g + l, weight * load(w.r + l));
                             store(z + l, weight * load(w.x + l));
                         }
-                        float den = sum(total);
-                        share[i] = den == 0 ? 0.0f : 1.0f / den;
+                        den[i] = sum(total);
                     }
                 }
                 float *to = e == ep ? a->out + at * e : ob;
@@ -509,7 +526,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                     for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
                 }
                 for (int i = 0; i < length; i++) {
-                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, load(to + i * ep + j) * share[i]);
+                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[i]));
                     if (to == ob) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
                 }
             }
@@ -543,7 +560,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
     float *pairs = w.take(PIECE * PIECE), *outer = w.take(PIECE * PIECE), *mix = w.take(PIECE * PIECE);
     float *dqb = w.take(PIECE * dp), *dkb = w.take(PIECE * dp), *dvb = w.take(PIECE * ep);
     float *K = w.take(np * dp), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
-    float *dK = w.take(np * dp), *dV = w.take(np * ep), *dmass = w.take(np), *share = w.take(PIECE);
+    float *dK = w.take(np * dp), *dV = w.take(np * ep), *dmass = w.take(np), *den = w.take(PIECE);
     double *carried = (double *)w.take(2 * np);  // running mean: u over later tokens, by A_0 / A_t; decays: u - phi d_phi
     float *starts = w.take(SEGMENT * state);
     memset(qb, 0, (size_t)((float *)starts - qb) * sizeof(float));
@@ -615,9 +632,9 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                 copy_rows(length, e, a->d_out + at * e, gb, ep);
                 if (a->linear) {
                     copy_rows(length, n, w.q + (group * t + from) * n, p, np);
-                    linear_shares(w, s, length, p, share);
+                    denominators(w, s, length, p, den);
                     for (int i = 0; i < length; i++)
-                        for (int j = 0; j < ep; j += VL) store(gb + i * ep + j, load(gb + i * ep + j) * share[i]);
+                        for (int j = 0; j < ep; j += VL) store(gb + i * ep + j, over(load(gb + i * ep + j), den[i]));
                 } else
                     qs = padded(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
                 product(length, np, e, gb, ep, 1, vt, np, from_k, np);
@@ -639,7 +656,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                             total += weight;
                             store(y + i * np + j, weight);
                         }
-                        float den = sum(total), norm = den == 0 ? 0.0f : 1.0f / den;
+                        float all = sum(total), norm = all == 0 ? 0.0f : 1.0f / all;
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec weight = load(y + l) * norm;
@@ -669,7 +686,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                             numerator += load(pi + j) * back;
                             store(dSi + j, back);
                         }
-                        float down = -sum(numerator) * share[i];
+                        float down = den[i] == 0 ? 0 : -sum(numerator) / den[i];
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec f = load(pi + j);

@@ -1,0 +1,298 @@
+"""What is measured and how: the methods, the gate before every figure, interleaved times, peak memory.
+
+Axes: b batch, h heads, t tokens, n slots, d width of keys and values.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from abc_attn import Write, mlp_attention, read, write
+
+TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, with which a time is shown
+BUDGET = 3.0  # seconds of one contender, after which it needs no more repetitions than the least
+LEAST = 3  # repetitions of ours, however long they take
+LEAST_BASELINE = 2  # those of a baseline: one call may take half a minute
+REPETITION = 0.02  # seconds: calls quicker than this are timed several at a time
+SGEMM_SIZE = 2048  # large enough for the full rate
+BASELINES = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention call without projections: which method, of which size, with or without its backward pass."""
+
+    method: str  # of METHODS
+    batch: int
+    heads: int
+    tokens: int
+    width: int
+    slots: int | None = None  # None for the baselines, which have no memory
+    causal: bool = True
+    backward: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.method not in BASELINES
+
+    @property
+    def flops(self) -> int | None:
+        """Of the forward pass: n*d multiply-adds each to write k, to write v, to score and to read, so 8*n*d a token
+        and head. A backward pass is not counted, nor is a baseline."""
+        if self.slots is None or self.backward:
+            return None
+        return 8 * self.slots * self.width * self.batch * self.heads * self.tokens
+
+
+# The methods.
+
+
+def _mlp(backend: str) -> Callable[[Work, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def run(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:
+        return mlp_attention(q, k, v, control, causal=work.causal, backend=backend)[0]
+
+    return run
+
+
+def _linformer(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:
+    return read(q, write(k, v, Write(control)))
+
+
+def _sdpa(work: Work, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=work.causal)
+
+
+def _eager(work: Work, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q * work.width**-0.5 @ k.mT
+    if work.causal:
+        scores = scores.masked_fill_(future(work.tokens), -torch.inf)  # in place: no second copy of t x t
+    return scores.softmax(-1) @ v
+
+
+@cache
+def future(tokens: int) -> Tensor:
+    """The causal mask t t, True where a key is later than the query. Made once, as a model would."""
+    return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+
+
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "native": _mlp("native"),
+    "torch": _mlp("torch"),
+    "mlp": _mlp("auto"),
+    "linformer": _linformer,
+    "sdpa": _sdpa,
+    "eager": _eager,
+}
+
+
+def make_inputs(work: Work) -> tuple[list[Tensor], Tensor]:
+    """q, k, v `b h t d` and, for ours, the control: logits `b h t n`, or the linformer's phi `1 1 t n`; then the
+    gradient of the output. The same q, k, v for every method of a size."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (work.batch, work.heads, work.tokens, work.width)
+    q, k, v, d_out = (torch.randn(shape, generator=generator) for _ in range(4))
+    inputs = [q, k, v]
+    if work.method == "linformer":
+        inputs.append(torch.randn(1, 1, work.tokens, work.slots or 0, generator=generator) * work.tokens**-0.5)
+    elif work.ours:
+        inputs.append(torch.randn(*shape[:3], work.slots or 0, generator=generator))
+    return [x.requires_grad_(work.backward) for x in inputs], d_out
+
+
+def runner(work: Work) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that does the work once, on inputs made here: the output and, with `backward`, every gradient."""
+    inputs, d_out = make_inputs(work)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(work.backward):
+            out = METHODS[work.method](work, *inputs)
+        return (out.detach(), *torch.autograd.grad(out, inputs, d_out)) if work.backward else (out,)
+
+    return run
+
+
+# The gate.
+
+
+def gate(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
+    """The error of what `run` gives, against fp64: max|a - ref| / max|ref|, the largest over output and gradients.
+
+    It is the very call that is timed. Causal: its last row and head, against the loop over t up to 512 tokens and the
+    torch backend beyond. Non-causal: all of it, against the paper's equations as they stand.
+    """
+    inputs, d_out = make_inputs(work)
+    part = (slice(-1, None), slice(-1, None)) if work.causal else ()
+    with torch.enable_grad():
+        exact = [x.detach()[part].double().requires_grad_(work.backward) for x in inputs]
+        q, k, v, control = exact
+        if work.causal:
+            backend = "reference" if work.tokens <= 512 else "torch"
+            out = mlp_attention(q, k, v, control, backend=backend)[0]
+        else:
+            phi = control if work.method == "linformer" else control.softmax(2)
+            out = (q * work.width**-0.5 @ (phi.mT @ k).mT).softmax(-1) @ (phi.mT @ v)
+        expected = (out, *torch.autograd.grad(out, exact, d_out[part].double())) if work.backward else (out,)
+    errors = [error(x[part], y) for x, y in zip(run(), expected, strict=True)]
+    return torch.tensor(errors).max().item()  # NaN if one is; Python's max may pass it over
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """max|found - expected| / max|expected|."""
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+# Time.
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds of one call, once for each repetition."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return first, third
+
+
+def interleave(
+    runs: Mapping[Work, Callable[[], object]], repetitions: int, report: Callable[[Work], None]
+) -> tuple[dict[Work, Times], float]:
+    """Time all in turn, A B C A B C ..., so that a slow spell of the machine falls on each of them.
+
+    Returns their times and, measured among them, the flops a second of a product of two large matrices. A contender
+    leaves after `repetitions`, or earlier once it has had its least and BUDGET seconds; `report` is told. Each is
+    called once or twice before, untimed, unless one call takes longer than BUDGET.
+    """
+    a, b, product = (torch.rand(SGEMM_SIZE, SGEMM_SIZE) for _ in range(3))
+    contenders: dict[Work | None, Callable[[], object]] = dict(
+        [*runs.items(), (None, lambda: torch.mm(a, b, out=product))]
+    )
+    taken: dict[Work | None, list[float]] = {}
+    calls = {}
+    for key, run in contenders.items():
+        seconds = _timed(run, 1)
+        taken[key] = [seconds] if seconds > BUDGET else []  # beside so long a call, what a first one costs is nothing
+        if seconds < REPETITION:  # ... and here it is much
+            seconds = _timed(run, 1)
+        calls[key] = max(1, min(100, int(REPETITION / seconds)))
+    while contenders:
+        gc.collect()
+        for key, run in list(contenders.items()):
+            taken[key].append(_timed(run, calls[key]))
+            least = LEAST if key is None or key.ours else LEAST_BASELINE
+            enough = sum(taken[key]) * calls[key] >= BUDGET and len(taken[key]) >= least
+            if enough or len(taken[key]) >= repetitions:
+                del contenders[key]
+                if key is not None:
+                    report(key)
+    rate = 2 * SGEMM_SIZE**3 / statistics.median(taken.pop(None))
+    return {work: Times(seconds) for work, seconds in taken.items() if work is not None}, rate
+
+
+def _timed(run: Callable[[], object], calls: int) -> float:
+    """Seconds of one of several calls. No garbage is collected meanwhile."""
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - started) / calls
+    finally:
+        gc.enable()
+
+
+# Memory.
+
+
+def available_bytes() -> int:
+    """What can be allocated now without swapping, less a fifth for the rest of the machine."""
+    try:
+        free = int(re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
+    except (OSError, IndexError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return free * 4 // 5
+
+
+def does_not_fit(work: Work) -> str | None:
+    """Why the work cannot be done in the memory there is, if it cannot."""
+    rows = work.batch * work.heads * work.tokens
+    # Inputs, output and their gradients; eager: scores, weights and both gradients, of which two are alive forward.
+    needed = 4 * rows * (10 * work.width + 4 * (work.slots or 0))
+    if work.method == "eager":
+        needed += 4 * rows * work.tokens * (4 if work.backward else 2)
+    if needed <= available_bytes():
+        return None
+    return f"skipped: needs {needed / 1e9:.3g} GB, {available_bytes() / 1e9:.3g} GB may be used"
+
+
+def check_fits(work: Work) -> None:
+    """Refuse what could only end in the middle of the run."""
+    if reason := does_not_fit(work):
+        raise MemoryError(
+            f"this machine is too small for these sizes: {work.method} {reason.removeprefix('skipped: ')}"
+        )
+
+
+def peak_memory(work: Work) -> int | None:
+    """Bytes by which the work, its inputs included, raises the peak of a fresh process; None if that was killed."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_peak, args=(work, torch.get_num_threads(), sender), daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is answered here, once
+    process.start()
+    signal.signal(signal.SIGINT, handler)
+    sender.close()  # this end; when the process ends, so does the pipe
+    try:
+        return int(receiver.recv())
+    except EOFError:
+        return None
+    finally:
+        process.join()
+
+
+def _peak(work: Work, threads: int, sender: Connection) -> None:
+    """The work of the fresh process."""
+    torch.set_num_threads(threads)
+    runner(replace(work, batch=1, tokens=min(work.tokens, 32)))()  # threads and libraries are no part of the work
+    before = _high_water(reset=True)
+    runner(work)()
+    sender.send(_high_water() - before)
+
+
+def _high_water(reset: bool = False) -> int:
+    """Most bytes this process has held at once, from now on if `reset` (where the system can)."""
+    # Not ru_maxrss where there is something better: on Linux a process starts with that of the one that started it.
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+    try:
+        return int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,326 @@
+"""What is made of the measurements: the table, JSON with its provenance, Markdown, plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from abc_attn.bench.measure import SGEMM_SIZE, TOLERANCE, Times, Work
+from abc_attn.cli import installed
+from abc_attn.demo import _cpu, write_whole
+from abc_attn.kernels import describe_backend
+
+FORWARD, BACKWARD = "forward", "forward + backward"
+
+
+@dataclass
+class Row:
+    """One method at one size. What was not measured is None, and `note` says why; ratios above 1 are in our favour."""
+
+    method: str
+    phase: str  # FORWARD or BACKWARD
+    batch: int
+    heads: int
+    tokens: int  # decoding: the context
+    width: int
+    slots: int | None
+    gate_error: float | None = None
+    seconds: float | None = None  # the median
+    quartiles: tuple[float, float] | None = None
+    repetitions: int = 0
+    ratio_sdpa: float | None = None  # SDPA's time / this one
+    ratio_eager: float | None = None
+    gflops: float | None = None
+    sgemm_gflops: float | None = None  # measured beside this row
+    sgemm_share: float | None = None
+    peak_bytes: int | None = None
+    peak_ratio_sdpa: float | None = None  # SDPA's peak / this one
+    peak_ratio_eager: float | None = None
+    seconds_per_token: float | None = None  # decoding: a step's time / batch
+    state_bytes: int | None = None  # decoding: of the whole batch
+    growth: float | None = None  # scaling: time / time at a quarter of the tokens
+    peak_growth: float | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, work: Work) -> Row:
+        phase = BACKWARD if work.backward else FORWARD
+        return cls(work.method, phase, work.batch, work.heads, work.tokens, work.width, work.slots)
+
+    @property
+    def label(self) -> str:
+        names = {"sdpa": "SDPA", "eager": "eager softmax"}
+        return names.get(self.method, self.method) + (f", n={self.slots}" if self.slots else "")
+
+    def passes(self, error: float) -> bool:
+        """Whether a figure may be shown; if not, the note says so."""
+        self.gate_error = error if math.isfinite(error) else None  # JSON has no word for the others
+        if not error < TOLERANCE:  # a NaN fails too
+            self.note = f"GATE FAILED: error {error:.1e}, {TOLERANCE:.0e} is allowed"
+        return not self.note
+
+    def fill(self, times: Times, flops: int | None, sgemm: float) -> None:
+        """Enter what was measured: `sgemm` in flops a second."""
+        self.seconds, self.quartiles, self.repetitions = times.median, times.quartiles, len(times.seconds)
+        self.sgemm_gflops = sgemm / 1e9
+        if flops:
+            self.gflops, self.sgemm_share = flops / times.median / 1e9, flops / times.median / sgemm
+
+
+def compare_rows(rows: Sequence[Row]) -> None:
+    """Enter the ratios to the baselines of the same size and phase."""
+    found = {(row.method, row.phase, row.tokens): row for row in rows}
+    for row in rows:
+        for baseline in ("sdpa", "eager"):
+            other = found.get((baseline, row.phase, row.tokens))
+            if other is None:
+                continue
+            if row.seconds and other.seconds:
+                setattr(row, f"ratio_{baseline}", other.seconds / row.seconds)
+            if row.peak_bytes and other.peak_bytes:
+                setattr(row, f"peak_ratio_{baseline}", other.peak_bytes / row.peak_bytes)
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark, and what they say in a line or two."""
+
+    name: str
+    rows: list[Row]
+    summary: dict[str, float]
+    provenance: dict[str, Any]
+
+    @property
+    def failed(self) -> bool:
+        return any(row.note.startswith("GATE") for row in self.rows)
+
+
+# Where the figures come from.
+
+
+def load_average() -> list[float]:
+    """Of the last 1, 5 and 15 minutes, to two places."""
+    return [round(load, 2) for load in os.getloadavg()]
+
+
+def provenance(name: str, options: dict[str, Any], output: Path | None) -> dict[str, Any]:
+    """What is needed to get these figures again, and to judge them: the load must have been low."""
+    words = ["abc-attn", "bench", name]
+    for option, value in (options | {"threads": torch.get_num_threads(), "output": output}).items():
+        if value is not None:
+            words += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return {
+        "command": shlex.join(words),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "backend": " ".join(describe_backend()),
+        "versions": {
+            "abc-attn": installed("abc-attn"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+        "commit": _commit(),
+        "sgemm_size": SGEMM_SIZE,
+        "load_average_start": load_average(),
+    }
+
+
+def _commit() -> str | None:
+    source = Path(__file__).parents[2]
+    if not (source / ".git").exists():  # an installed package may lie inside somebody else's repository
+        return None
+    git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+# The table.
+
+
+def span(seconds: float) -> str:
+    """A time with three figures and its unit."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("µs", 1e-6))
+    return f"{float(f'{seconds / size:.3g}'):,g} {unit}"
+
+
+def times(ratio: float) -> str:
+    """A ratio with three figures."""
+    return f"{float(f'{ratio:.3g}'):,g}x"
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+# Heading, the field of a row, and how its value is written.
+Column = tuple[str, str, Callable[[Any], str]]
+
+WHICH: list[Column] = [("tokens", "tokens", "{:,}".format), ("method", "label", str)]
+PHASE: list[Column] = [("pass", "phase", str)]
+TIME: list[Column] = [
+    ("time", "seconds", span),
+    ("quartiles", "quartiles", lambda pair: " to ".join(map(span, pair))),
+    ("repetitions", "repetitions", str),
+    ("speed / SDPA", "ratio_sdpa", times),
+    ("speed / eager", "ratio_eager", times),
+]
+RATE: list[Column] = [("GFLOP/s", "gflops", "{:.1f}".format), ("of sgemm", "sgemm_share", "{:.0%}".format)]
+PEAK: list[Column] = [
+    ("peak memory", "peak_bytes", megabytes),
+    ("SDPA's / it", "peak_ratio_sdpa", times),
+    ("eager's / it", "peak_ratio_eager", times),
+]
+GATE: list[Column] = [("error", "gate_error", "{:.0e}".format), ("note", "note", str)]
+COLUMNS: dict[str, list[Column]] = {
+    "op": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *GATE],
+    "decode": [
+        ("context", "tokens", "{:,}".format),
+        ("method", "label", str),
+        *TIME,
+        ("per token", "seconds_per_token", span),
+        *RATE,
+        ("state", "state_bytes", megabytes),
+        *GATE,
+    ],
+    "encode": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *GATE],
+    "scaling": [
+        *WHICH,
+        *TIME,
+        ("time / time(t/4)", "growth", times),
+        *PEAK,
+        ("peak / peak(t/4)", "peak_growth", times),
+        *GATE,
+    ],
+}
+
+
+def cells(report: Report) -> list[list[str]]:
+    """The table, headings first; a dash where nothing was measured."""
+    columns = COLUMNS[report.name]
+    table = [[heading for heading, _, _ in columns]]
+    for row in report.rows:
+        values = [(getattr(row, field), text) for _, field, text in columns]
+        table.append(["-" if value is None else text(value) for value, text in values])
+    return table
+
+
+def table_text(report: Report) -> str:
+    """The table for a terminal."""
+    table = cells(report)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for line in table:
+        aligned = [
+            cell.ljust(width) if heading in ("pass", "method", "note") else cell.rjust(width)
+            for heading, cell, width in zip(table[0], line, widths, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join([*lines, *summary_lines(report)])
+
+
+def markdown(report: Report) -> str:
+    """The table and where it comes from, to be included in a page."""
+    head, *body = cells(report)
+    rule = ["---" if heading in ("pass", "method", "note") else "---:" for heading in head]
+    lines = ["| " + " | ".join(line) + " |" for line in (head, rule, *body)]
+    facts = report.provenance
+    source = (
+        f"`{facts['command']}`, {facts['date']}, {facts['cpu']}, {facts['threads']} threads, "
+        f"torch {facts['versions']['torch']}, commit {facts['commit'] or 'unknown'}, "
+        f"load average {facts['load_average_start'][0]} before and {facts['load_average_end'][0]} after, "
+        f"{facts['seconds']:.0f} s in all."
+    )
+    return "\n\n".join(["\n".join(lines), *summary_lines(report), source]) + "\n"
+
+
+def summary_lines(report: Report) -> list[str]:
+    return [f"{name}: {value:.4g}" for name, value in report.summary.items()]
+
+
+# Files.
+
+
+def save(report: Report, folder: Path) -> list[Path]:
+    """Write JSON, Markdown and, where matplotlib is installed, a plot; returns what was written."""
+    written = [folder / f"{report.name}.json", folder / f"{report.name}.md"]
+    content = {
+        "benchmark": report.name,
+        "provenance": report.provenance,
+        "summary": report.summary,
+        "rows": [asdict(row) for row in report.rows],
+    }
+    write_whole(written[0], json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_whole(written[1], markdown(report))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return written
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    draw(report, figure)
+    picture = folder / f"{report.name}.png"
+    temporary = folder / f".{report.name}.png"
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, picture)
+    return [*written, picture]
+
+
+def draw(report: Report, figure: Any) -> None:
+    """The plot of a benchmark, on two axes."""
+    left, right = figure.subplots(1, 2)
+    if report.name == "op":
+        for axes, phase in ((left, FORWARD), (right, BACKWARD)):
+            rows = [row for row in report.rows if row.phase == phase and row.method != "sdpa"]
+            _lines(axes, rows, "ratio_sdpa", f"{phase}: speed relative to SDPA")
+            axes.axhline(1, color="black", linewidth=1)
+    elif report.name == "decode":
+        _lines(left, report.rows, "seconds", "seconds of one step")
+        _lines(right, report.rows, "state_bytes", "bytes of state")
+        for axes in (left, right):
+            axes.set_xlabel("context, tokens")
+    elif report.name == "encode":
+        _bars(left, report.rows, "ratio_sdpa", "speed relative to SDPA")
+        _bars(right, report.rows, "peak_bytes", "peak memory, bytes")
+    else:
+        _lines(left, report.rows, "seconds", "seconds, forward + backward")
+        _lines(right, report.rows, "peak_bytes", "peak memory, bytes")
+    threads = report.provenance["threads"]
+    figure.suptitle(f"abc-attn bench {report.name}: {report.provenance['cpu']}, {threads} threads", fontsize=10)
+
+
+def _lines(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
+    """One line for each method, over tokens, both axes logarithmic."""
+    for number, label in enumerate(dict.fromkeys(row.label for row in rows)):
+        points = [(row.tokens, getattr(row, field)) for row in rows if row.label == label and getattr(row, field)]
+        if points:  # beside colour the markers differ, so that the lines can be told apart without it
+            axes.plot(*zip(*points, strict=True), marker="osD^vPX*"[number % 8], label=label)
+    axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+    ticks = sorted({row.tokens for row in rows})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(True, which="major", alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=8)
+
+
+def _bars(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
+    """One bar for each method and pass."""
+    shown = [row for row in rows if getattr(row, field)]
+    names = [f"{row.label}, {row.phase}" for row in shown]
+    colours = ["C0" if row.phase == FORWARD else "C1" for row in shown]
+    axes.barh(names, [getattr(row, field) for row in shown], color=colours)
+    axes.invert_yaxis()
+    axes.set(title=title)
+    axes.grid(True, axis="x", alpha=0.3)

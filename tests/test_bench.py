@@ -1,0 +1,257 @@
+"""The benchmarks: no figure without its gate, ratios that follow from the times, files that say how they came about."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from abc_attn import bench, mlp_attention
+from abc_attn.bench import measure
+from abc_attn.bench.measure import Times, Work, error, gate, interleave, peak_memory, runner
+from abc_attn.cli import main
+
+RUNS = {
+    "op": ["--tokens", "32", "64", "--slots", "4", "--width", "8", "--heads", "1"],
+    "decode": ["--contexts", "2", "16", "1500", "--slots", "4", "--width", "8", "--heads", "2", "--batch", "2"],
+    "encode": ["--tokens", "32", "--slots", "4", "--width", "8", "--heads", "2", "--batch", "2"],
+    "scaling": ["--tokens", "256", "64", "--slots", "4", "--width", "8", "--heads", "1"],
+}
+OURS = {"native", "torch", "mlp", "linformer"}
+FIGURES = ("seconds", "quartiles", "ratio_sdpa", "ratio_eager", "gflops", "sgemm_share", "peak_bytes", "growth")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """One thread, small matrices, and no process of its own for each figure of memory (one test has them)."""
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(measure, "SGEMM_SIZE", 64)
+    monkeypatch.setattr(bench, "peak_memory", lambda work: 1000 * work.tokens * (2 if work.ours else 3))
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(name, folder, *more):
+    """The exit code of a tiny run, and the JSON it wrote."""
+    words = ["bench", name, *RUNS[name], "--repetitions", "2", "--threads", "1", "--output", str(folder), *more]
+    try:
+        code = main(words)
+    except SystemExit as exit:
+        code = exit.code
+    return code, json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_from_end_to_end(name, tmp_path, capsys):
+    folder = tmp_path / "new" / "results"
+    code, found = run(name, folder)
+    shown = capsys.readouterr()
+    assert code == 0
+    assert found["benchmark"] == name
+    facts = found["provenance"]
+    assert facts["command"].startswith(f"abc-attn bench {name} --")
+    assert f"{RUNS[name][0]} {RUNS[name][1]}" in facts["command"]
+    assert facts["threads"] == 1
+    assert facts["cpu"]
+    assert facts["date"].endswith("UTC")
+    assert facts["versions"].keys() >= {"abc-attn", "torch", "python"}
+    assert len(facts["load_average_start"]) == len(facts["load_average_end"]) == 3
+    assert "commit" in facts
+
+    rows = found["rows"]
+    by_key = {(row["method"], row["phase"], row["tokens"], row["slots"]): row for row in rows}
+    assert len(by_key) == len(rows)
+    for row in rows:
+        assert row["note"] == ""
+        first, third = row["quartiles"]
+        assert 0 < first <= row["seconds"] <= third
+        assert row["repetitions"] == 2
+        for baseline in ("sdpa", "eager"):
+            other = by_key[baseline, row["phase"], row["tokens"], None]
+            assert row[f"ratio_{baseline}"] == pytest.approx(other["seconds"] / row["seconds"])
+            if name != "decode":
+                assert row[f"peak_ratio_{baseline}"] == (1.5 if row["method"] in OURS else 1)
+        assert (row["gate_error"] is not None) == (row["method"] in OURS)
+        if row["method"] in OURS:
+            assert row["gate_error"] < 1e-4
+            if row["phase"] == "forward":
+                tokens = 1 if name == "decode" else row["tokens"]
+                flops = 8 * row["slots"] * row["width"] * row["batch"] * row["heads"] * tokens
+                assert row["gflops"] == pytest.approx(flops / row["seconds"] / 1e9)
+                assert row["sgemm_share"] == pytest.approx(row["gflops"] / row["sgemm_gflops"])
+
+    assert shown.out.splitlines()[0].split()[:1] == [{"decode": "context", "scaling": "tokens"}.get(name, "pass")]
+    assert f"bench {name}: " in shown.err  # plain lines: this is no terminal
+    assert "\r" not in shown.err
+    table = (folder / f"{name}.md").read_text().splitlines()
+    assert sum(line.startswith("| ") for line in table) == len(rows) + 2
+    assert facts["command"] in table[-1]
+    kinds = ["json", "md", "png"] if importlib.util.find_spec("matplotlib") else ["json", "md"]
+    assert sorted(path.name for path in folder.iterdir()) == [f"{name}.{kind}" for kind in kinds]
+
+
+def test_decoding_compares_the_state_with_the_cache(tmp_path):
+    _, found = run("decode", tmp_path)
+    ours = [row for row in found["rows"] if row["method"] == "mlp"]
+    assert len({row["state_bytes"] for row in ours}) == 1  # whatever the context
+    for row in found["rows"]:
+        assert row["seconds_per_token"] == pytest.approx(row["seconds"] / 2)
+        if row["method"] not in OURS:
+            assert row["state_bytes"] == 2 * row["tokens"] * 2 * 2 * 8 * 4
+    seconds = [row["seconds"] for row in ours]
+    assert list(found["summary"].values()) == [pytest.approx(max(seconds) / min(seconds))]
+
+
+def test_growth_is_that_over_a_quarter_of_the_tokens(tmp_path):
+    _, found = run("scaling", tmp_path)
+    for method in {row["method"] for row in found["rows"]}:
+        short, long = (row for row in found["rows"] if row["method"] == method)
+        assert (short["tokens"], long["tokens"]) == (64, 256)
+        assert long["growth"] == pytest.approx(long["seconds"] / short["seconds"])
+        assert long["peak_growth"] == 4
+        assert short["growth"] is None
+
+
+def wrong(*inputs, **options):
+    """mlp_attention, off by a part in a thousand; the fp64 oracle is spared."""
+    out, state = mlp_attention(*inputs, **options)
+    return out if out.dtype == torch.float64 else out * 1.001, state
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_figure_where_the_gate_fails(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "mlp_attention", wrong)
+    monkeypatch.setattr(measure, "mlp_attention", wrong)
+    code, found = run(name, tmp_path)
+    assert code == 1
+    assert "no figure is given" in capsys.readouterr().out
+    failed = [row for row in found["rows"] if row["method"] in OURS - {"linformer"}]
+    assert failed
+    for row in found["rows"]:
+        if row in failed:
+            assert "GATE FAILED: error 1" in row["note"]
+            assert row["gate_error"] == pytest.approx(1e-3, rel=0.1)
+            assert [row[figure] for figure in FIGURES] == [None] * len(FIGURES)
+        else:
+            assert row["seconds"] > 0
+
+
+def test_nan_does_not_pass_the_gate(tmp_path, monkeypatch):
+    right = measure.METHODS["linformer"]
+    monkeypatch.setitem(measure.METHODS, "linformer", lambda *inputs: right(*inputs) * torch.nan)
+    code, found = run("encode", tmp_path)
+    assert code == 1
+    assert [row["seconds"] for row in found["rows"] if row["method"] == "linformer"] == [None, None]
+
+
+@pytest.mark.parametrize("wronged", range(5))
+def test_the_gate_sees_the_output_and_every_gradient(wronged):
+    work = Work("torch", batch=2, heads=2, tokens=20, width=8, slots=4, backward=True)
+    results = runner(work)()
+    assert len(results) == 5
+    assert gate(work, lambda: results) < 1e-5
+    spoilt = [x * 1.01 if i == wronged else x for i, x in enumerate(results)]
+    assert gate(work, lambda: tuple(spoilt)) == pytest.approx(0.01, rel=0.01)
+    spoilt[wronged] = results[wronged] * torch.nan
+    assert not gate(work, lambda: tuple(spoilt)) < measure.TOLERANCE
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_baselines_are_softmax_attention(causal):
+    found = [runner(Work(method, 2, 2, 33, 8, causal=causal, backward=True))() for method in ("sdpa", "eager")]
+    for sdpa, eager in zip(*found, strict=True):
+        assert error(eager, sdpa.double()) < 1e-5
+
+
+def test_what_does_not_fit_is_skipped_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(bench, "available_bytes", lambda: 100_000)
+    _, found = run("op", tmp_path, "--tokens", "1024")
+    rows = {row["method"]: row for row in found["rows"] if row["phase"] == "forward"}
+    assert rows["eager"]["note"].startswith("skipped: needs 0.0")
+    assert rows["eager"]["seconds"] is None
+    assert rows["torch"]["ratio_eager"] is None
+    assert rows["torch"]["ratio_sdpa"] > 0
+    _, found = run("decode", tmp_path)
+    assert [row["tokens"] for row in found["rows"] if "does not fit" in row["note"]] == [1500, 1500]
+
+
+def test_a_slow_baseline_is_followed_only_so_far(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "LONGEST_CALL", 1e-9)
+    _, found = run("scaling", tmp_path)
+    for row in found["rows"]:
+        assert ("one call would take" in row["note"]) == (row["method"] not in OURS and row["tokens"] == 256)
+
+
+def test_repetitions_are_interleaved():
+    order = []
+
+    def note(name):
+        order.append(name)
+        time.sleep(0.03)  # long enough to be timed alone
+
+    runs = {Work(method, 1, 1, 1, 1): partial(note, method) for method in ("sdpa", "eager", "torch")}
+    times, rate = interleave(runs, 3, lambda work: None)
+    assert rate > 0
+    assert [len(taken.seconds) for taken in times.values()] == [3, 3, 3]
+    assert order == ["sdpa", "eager", "torch"] * 4  # untimed, then three times
+
+
+def test_quartiles():
+    assert Times([5.0, 1.0, 2.0, 4.0, 3.0]).median == 3
+    assert Times([5.0, 1.0, 2.0, 4.0, 3.0]).quartiles == (2, 4)
+    assert Times([2.0]).quartiles == (2, 2)
+
+
+def test_peak_memory_is_that_of_the_scores():
+    """Eager softmax of 2,048 tokens holds scores and weights, 16.8 MB each; the parent's own memory does not count."""
+    ballast = torch.ones(100_000_000 // 4)
+    assert 33e6 < peak_memory(Work("eager", 1, 1, 2048, 8)) < 60e6
+    assert len(ballast)
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in RUNS)])
+def test_help_needs_no_torch_and_has_an_example(arguments):
+    code = "import sys; from abc_attn.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    shown = subprocess.check_output([sys.executable, "-c", code, "bench", *arguments, "--help"], text=True)
+    assert "example:\n  abc-attn bench" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "benchmark"),
+        (["opp"], "'opp'"),
+        (["op", "--tokens", "0"], "a whole number from 1 is needed, got '0'"),
+        (["op", "--tokens"], "--tokens"),
+        (["op", "--slots", "-3"], "got '-3'"),
+        (["decode", "--contexts", "1"], "a whole number from 2"),
+        (["encode", "--tokens", "64", "128"], "128"),
+        (["scaling", "--repetitions", "x"], "got 'x'"),
+        (["scaling", "--tokens", str(10**15)], "too small for these sizes"),
+        (["op", "--output", "/dev/null/results"], "/dev/null"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, said, capsys):
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert shown.err.startswith("abc-attn: error: ")
+    assert shown.err.count("\n") == 1
+    assert said in shown.err
+
+
+def test_without_matplotlib_the_figures_are_still_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _ = run("encode", tmp_path)
+    assert code == 0
+    assert "pip install 'abc-attn[bench]'" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"encode.json", "encode.md"}
