@@ -314,7 +314,8 @@ class BoundedAttention(nn.Module):
         held = [tuple(part.shape) for part in state.inner or ()]
         if held != needed:
             raise ValueError(
-                f"this state holds {len(held)} tensors of the control, of shapes {held}; {needed} are needed here"
+                f"this state holds {len(held)} tensors of the control, of shapes {held}; "
+                f"{len(needed)} of shapes {needed} are needed here"
             )
 
     @cached_property

@@ -6,7 +6,6 @@ Nothing is fetched: the text is the documentation that ships with Python. Axes: 
 from __future__ import annotations
 
 import math
-import os
 import platform
 import re
 import shlex
@@ -15,15 +14,13 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from importlib.metadata import version
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -37,6 +34,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 from abc_attn import BoundedAttention, State, make_control
+from abc_attn.demo_report import Result, note_text, page, table, table_text, write_whole
 
 SPECS = ("softmax", "mlp", "window:16+mlp:16", "linformer", "random")  # softmax first: the others are compared with it
 
@@ -46,7 +44,7 @@ class Settings:
     """What the five models share."""
 
     seed: int = 0
-    steps: int = 500
+    steps: int = 450
     batch: int = 8
     length: int = 128  # tokens of a training sequence, and all that the linformer has positions for
     slots: int = 32
@@ -59,17 +57,7 @@ class Settings:
     columns: tuple[int, ...] = (128, 1024, 8192)  # those of them that the table shows
     decode_batch: int = 16
     decode_steps: int = 8  # timed together, ending at the context measured
-    rounds: int = 5
-
-
-@dataclass
-class Result:
-    """What was measured of one model. Decoding is by context; a context beyond the control's end is absent."""
-
-    spec: str
-    perplexity: float
-    seconds: dict[int, float] = field(default_factory=dict)  # to decode one token of one sequence
-    state_bytes: dict[int, int] = field(default_factory=dict)  # of one sequence
+    rounds: int = 7
 
 
 # The text.
@@ -267,7 +255,7 @@ class BoundedDecoder:
         logits, self.past = self.model(tokens, self.past, return_states=True)
         return logits
 
-    def repeated(self, batch: int) -> BoundedDecoder:
+    def repeated(self, batch: int, steps: int) -> BoundedDecoder:
         """Its one sequence `batch` times over."""
         other = BoundedDecoder(self.model)
         other.past = [state.reorder(torch.zeros(batch, dtype=torch.long)) for state in self.past or ()]
@@ -308,10 +296,10 @@ class SoftmaxDecoder:
         self.past = end
         return logits
 
-    def repeated(self, batch: int) -> SoftmaxDecoder:
-        """Its one sequence `batch` times over."""
-        other = SoftmaxDecoder(self.model, batch, self.cache.shape[-2])
-        other.cache.copy_(self.cache)
+    def repeated(self, batch: int, steps: int) -> SoftmaxDecoder:
+        """Its one sequence `batch` times over, with room for `steps` more tokens."""
+        other = SoftmaxDecoder(self.model, batch, self.past + steps)
+        other.cache[..., : self.past, :] = self.cache[..., : self.past, :]
         other.past = self.past
         return other
 
@@ -342,8 +330,11 @@ def measure_decoding(
     settings: Settings,
     report: Callable[[str], None],
 ) -> None:
-    """Fill in the speed and the state of every model at every context, the models taking turns in each round."""
-    steps, batch, longest = settings.decode_steps, settings.decode_batch, settings.contexts[-1]
+    """Fill in the speed and the state of every model at every context.
+
+    In each round every model has its turn at every context, so that whatever else the machine does falls on all alike.
+    """
+    steps, longest = settings.decode_steps, settings.contexts[-1]
     text = tokens.repeat(longest // len(tokens) + 1)[None, :longest]
     decoders = {
         spec: SoftmaxDecoder(model, 1, longest) if spec == "softmax" else BoundedDecoder(model)
@@ -351,27 +342,32 @@ def measure_decoding(
     }
     for decoder in decoders.values():
         check_decoder(decoder, text[:, : min(settings.length, 2 * steps)])
+
+    turns = {}
     position = 0
     for context in settings.contexts:
         if context > settings.length:
             decoders.pop("linformer", None)  # it has weights for that many positions, and no more
-        for decoder in decoders.values():
+        for spec, decoder in decoders.items():
             for some in text[:, position : context - steps].split(512, dim=1):
                 decoder(some)
+            turns[spec, context] = decoder.repeated(settings.decode_batch, steps)
         position = context - steps
-        timed = {spec: decoder.repeated(batch) for spec, decoder in decoders.items()}
-        seconds: dict[str, list[float]] = {spec: [] for spec in timed}
-        for _ in range(settings.rounds):
-            for spec, decoder in timed.items():
-                past, started = decoder.past, time.perf_counter()
-                for token in text[:, position:context].expand(batch, -1).split(1, dim=1):
-                    decoder(token)
-                seconds[spec].append((time.perf_counter() - started) / (steps * batch))
-                results[spec].state_bytes[context] = decoder.nbytes // batch
-                decoder.past = past  # a state is never changed in place, so every round starts from the same one
-        for spec in timed:
-            results[spec].seconds[context] = statistics.median(seconds[spec])
-        report(f"context {context:,}")
+        report(f"prefilled {context:,}")
+
+    seconds: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
+    for _ in range(settings.rounds):
+        for (spec, context), decoder in turns.items():
+            tokens = text[:, context - steps : context].expand(settings.decode_batch, -1)
+            past, started = decoder.past, time.perf_counter()
+            for token in tokens.split(1, dim=1):
+                decoder(token)
+            seconds[spec, context].append((time.perf_counter() - started) / tokens.numel())
+            results[spec].state_bytes[context] = decoder.nbytes // settings.decode_batch
+            decoder.past = past  # a state is never changed in place, so every round starts from the same one
+        report("timing")
+    for (spec, context), each in seconds.items():
+        results[spec].seconds[context] = statistics.median(each)
 
 
 @torch.inference_mode()
@@ -387,7 +383,7 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, seed: int) -> Ten
     return tokens[0]
 
 
-# The report.
+# The whole.
 
 
 class Progress:
@@ -417,44 +413,6 @@ class Progress:
             print(f"{self.label}: {self.count}/{self.total}, {note}, {seconds}", file=sys.stderr, flush=True)
 
 
-NOTE = (
-    "softmax is shown in absolute numbers (SDPA over a preallocated key/value cache, {batch} sequences at once), the "
-    "others as multiples of it: more is better for speed, less for state. n/a: the linformer has weights for {length} "
-    "positions and ends there."
-)
-
-
-def table(results: Sequence[Result], columns: Sequence[int]) -> list[list[str]]:
-    """Rows of cells, a heading first: softmax, the first result, in absolute numbers, the others as multiples of it."""
-    softmax = results[0]
-    rows = [["control", "perplexity", *(f"{context:,}" for context in (*columns, *columns))]]
-    for result in results:
-        speed = {c: softmax.seconds[c] / seconds for c, seconds in result.seconds.items()}
-        state = {c: size / softmax.state_bytes[c] for c, size in result.state_bytes.items()}
-        if result is softmax:
-            cells = [f"{1 / result.seconds[c]:,.0f}/s" for c in columns]
-            cells += [f"{result.state_bytes[c] / 1000:,.0f} kB" for c in columns]
-        else:
-            cells = [f"{speed[c]:.2f}x" if c in speed else "n/a" for c in columns]
-            cells += [f"{state[c]:.3f}x" if c in state else "n/a" for c in columns]
-        rows.append([result.spec, f"{result.perplexity:.2f}", *cells])
-    return rows
-
-
-HEADINGS = ("decoded tokens at context", "state per sequence at context")
-
-
-def table_text(rows: list[list[str]]) -> str:
-    """The table for a terminal."""
-    half = len(rows[0]) // 2 + 1  # where the columns of the second heading begin
-    widths = [max(9, *map(len, column)) for column in zip(*rows, strict=True)]
-    spans = [sum(some) + 2 * len(some) - 2 for some in (widths[:2], widths[2:half], widths[half:])]
-    lines = ["  ".join(f"{heading:^{span}}" for heading, span in zip(("", *HEADINGS), spans, strict=True)).rstrip()]
-    for name, *cells in rows:
-        lines.append("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
-    return "\n".join(lines)
-
-
 def provenance(settings: Settings, output: Path) -> dict[str, str]:
     """What is needed to get these numbers again."""
     options = {"--seed": settings.seed, "--steps": settings.steps, "--output": output}
@@ -465,7 +423,9 @@ def provenance(settings: Settings, output: Path) -> dict[str, str]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
     source = Path(__file__).parents[1]
-    if (source / ".git").exists():  # an installed package may lie inside somebody else's repository
+    if (source / ".git").exists() and shutil.which(
+        "git"
+    ):  # an installed package may lie inside somebody else's repository
         git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         facts |= {"commit": commit} if commit else {}
@@ -478,129 +438,6 @@ def _cpu() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")  # beside colour, so that the lines can be told apart without it
-
-
-def chart(title: str, results: Sequence[Result], values: Callable[[Result], dict[int, float]], unit: str) -> str:
-    """A log-log line chart as inline SVG: context across, one line for each control."""
-    left, right, top, bottom = 76, 620, 16, 300
-    contexts = sorted(results[0].seconds)
-    numbers = [value for result in results for value in values(result).values()]
-    steps = [step * 10.0**power for power in range(-9, 13) for step in (1, 2, 5)]
-    ticks = [tick for tick in steps if tick * 2.5 > min(numbers) and tick < max(numbers) * 2.5]
-
-    def across(context: int) -> float:
-        return left + (right - left) * math.log(context / contexts[0]) / (math.log(contexts[-1] / contexts[0]) or 1)
-
-    def up(value: float) -> float:
-        return bottom - (bottom - top) * math.log(value / ticks[0]) / math.log(ticks[-1] / ticks[0])
-
-    parts = [f'<svg viewBox="0 0 640 350" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>']
-    for tick in ticks:
-        parts.append(f'<path class="grid" d="M{left} {up(tick):.1f}H{right}"/>')
-        parts.append(f'<text x="{left - 8}" y="{up(tick) + 4:.1f}" text-anchor="end">{tick:,.10g} {unit}</text>')
-    for context in contexts:
-        parts.append(f'<path class="grid" d="M{across(context):.1f} {top}V{bottom}"/>')
-        parts.append(f'<text x="{across(context):.1f}" y="{bottom + 18}" text-anchor="middle">{context:,}</text>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{bottom + 40}" text-anchor="middle">context, tokens</text>')
-    for number, result in enumerate(results):
-        points = [(across(context), up(value), context, value) for context, value in sorted(values(result).items())]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in points)
-        parts.append(f'<g class="line c{number}"><polyline points="{path}" stroke-dasharray="{DASHES[number]}"/>')
-        for x, y, context, value in points:
-            label = f"{result.spec} at {context:,} tokens: {value:,.4g} {unit}"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(label)}</title></circle>')
-        parts.append("</g>")
-    return "\n".join([*parts, "</svg>"])
-
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1c1e21; --faint: #0002;
-  --c0: #1c1e21; --c1: #0067b3; --c2: #c44601; --c3: #00795a; --c4: #a3398b; }
-@media (prefers-color-scheme: dark) { :root { --paper: #16181b; --ink: #e8e6e3; --faint: #fff3;
-  --c0: #e8e6e3; --c1: #62b3f5; --c2: #ff9152; --c3: #3cc79c; --c4: #e58fd3; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 54rem; margin: 2rem auto; padding: 0 1rem;
-  background: var(--paper); color: var(--ink); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--faint); white-space: nowrap; }
-th:first-child { text-align: left; } thead th { font-weight: 600; } tbody th { font-weight: 400; }
-.wide { overflow-x: auto; } figure { margin: 1rem 0; } figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 12px; } .grid { stroke: var(--faint); }
-.line polyline { fill: none; stroke: currentColor; stroke-width: 2; } .line circle { fill: currentColor; }
-.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; }
-.key svg { width: 2.6rem; height: .8rem; vertical-align: middle; }
-.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); }
-.c3 { color: var(--c3); } .c4 { color: var(--c4); }
-pre { white-space: pre-wrap; padding: .8rem; border: 1px solid var(--faint); border-radius: .4rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
-"""
-
-
-def page(results: Sequence[Result], rows: list[list[str]], note: str, sample: str, facts: dict[str, str]) -> str:
-    """The whole report as one HTML file that needs nothing else."""
-    half = (len(rows[0]) - 2) // 2
-    groups = "".join(f'<th colspan="{half}" scope="colgroup">{heading}</th>' for heading in HEADINGS)
-    heading = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
-        for name, *cells in rows[1:]
-    )
-    key = "".join(
-        f'<li><svg class="line c{i}" viewBox="0 0 42 12" aria-hidden="true"><polyline points="0,6 42,6" '
-        f'stroke-dasharray="{DASHES[i]}"/><circle cx="21" cy="6" r="4"/></svg> {escape(result.spec)}</li>'
-        for i, result in enumerate(results)
-    )
-    figures = [
-        ("Time to decode one token", lambda result: {c: 1e6 * s for c, s in result.seconds.items()}, "µs"),
-        ("State of one sequence", lambda result: {c: size / 1000 for c, size in result.state_bytes.items()}, "kB"),
-    ]
-    drawn = "".join(
-        f"<figure><figcaption>{title}</figcaption>\n{chart(f'{title}, by context', results, values, unit)}\n"
-        f'<ul class="key">{key}</ul></figure>\n'
-        for title, values, unit in figures
-    )
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items())
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>abc-attn demo</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>Attention with bounded memory</h1>
-<p>Five small language models that differ in their attention only, trained alike on the documentation that ships with
-Python.</p>
-<div class="wide"><table>
-<thead><tr><th colspan="2"></th>{groups}</tr><tr>{heading}</tr></thead>
-<tbody>{body}</tbody>
-</table></div>
-<p>{escape(note)}</p>
-{drawn}
-<h2>A sample</h2>
-<pre>{escape(sample)}</pre>
-<h2>How this was measured</h2>
-<dl>{listed}</dl>
-</body>
-</html>
-"""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name first, so that nobody finds half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp lets nobody else read it
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 PROMPT = 'The "while" statement'
@@ -620,17 +457,17 @@ def run_demo(settings: Settings, output: Path) -> list[Result]:
         trained = train_all(settings, progress)
     models = {spec: model for spec, (model, _) in trained.items()}
     results = {spec: Result(spec, reached) for spec, (_, reached) in trained.items()}
-    with Progress("decoding", len(settings.contexts)) as progress:
+    with Progress("decoding", len(settings.contexts) + settings.rounds) as progress:
         measure_decoding(models, validation, results, settings, progress)
 
     measured = list(results.values())
     rows = table(measured, settings.columns)
-    note = NOTE.format(batch=settings.decode_batch, length=settings.length)
+    note = note_text(settings.decode_batch, settings.length)
     best = min(measured[1:], key=lambda result: result.perplexity).spec
     prompt = vocabulary.encode(PROMPT)
     sample = vocabulary.decode(generate(models[best], prompt, min(80, settings.length - len(prompt)), settings.seed))
-    write_whole(output, page(measured, rows, note, f"{best}:\n\n{sample}", provenance(settings, output)))
     print(f"\n{table_text(rows)}\n\n{textwrap.fill(note, 110)}")
     print(f"\nA sample from {best}, whose memory stayed the same size throughout:\n\n{textwrap.indent(sample, '    ')}")
+    write_whole(output, page(measured, rows, note, f"{best}:\n\n{sample}", provenance(settings, output)))
     print(f"\nThe curves are in {output} ({time.monotonic() - started:.0f} s in all).")
     return measured

@@ -8,12 +8,12 @@ from contract import CASES, CAUSAL, accepted, build, error, few, gradient_error,
 
 from abc_attn import Memory, State
 from abc_attn.core import prepare, write_token
-from abc_attn.kernels.native import library
+from abc_attn.kernels.native import LIBRARY
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
 NATIVE = (torch.float32, 1e-5)
-needs_native = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
+needs_native = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 in_every_form = pytest.mark.parametrize(
     ("backend", "dtype", "tolerance"),
     [("torch", torch.float64, 1e-10), pytest.param("native", *NATIVE, marks=needs_native)],

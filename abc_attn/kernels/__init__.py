@@ -18,7 +18,7 @@ from abc_attn.core import (
     write,
 )
 from abc_attn.kernels.chunked import chunked
-from abc_attn.kernels.native import applies, library, native, native_mean
+from abc_attn.kernels.native import LIBRARY, applies, native, native_mean
 from abc_attn.normaliser import empty_total, running_mean
 
 BACKENDS = ("auto", "reference", "torch", "native")
@@ -159,7 +159,7 @@ def check_backend(backend: str) -> None:
 
 def describe_backend() -> tuple[str, str]:
     """The backend that "auto" takes for fp32 on the CPU, and why."""
-    found = library()
+    found = LIBRARY
     if isinstance(found, str):
         return "torch", f"chunked matrix products; {found}"
     threads = f"{torch.get_num_threads()} threads, torch's own" if found.abc_threads() else "one thread"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ class _Args(ctypes.Structure):  # struct Args of native.cpp
     )
 
 
-@cache
-def library() -> ctypes.CDLL | str:
+def _load() -> ctypes.CDLL | str:
     """The compiled kernels, or why they cannot be used."""
     if os.environ.get("ABC_ATTN_BACKEND") == "torch":
         return "ABC_ATTN_BACKEND=torch"
@@ -48,11 +46,15 @@ def library() -> ctypes.CDLL | str:
     return found
 
 
+LIBRARY = _load()
+_AVAILABLE = not isinstance(LIBRARY, str)
+
+
 def applies(*tensors: Tensor | None) -> bool:
     """Whether the native kernels can take these: on the CPU and in fp32."""
-    if isinstance(library(), str):
-        return False
-    return all(x is None or (x.device.type == "cpu" and x.dtype in (torch.float32, torch.bool)) for x in tensors)
+    return _AVAILABLE and all(
+        x is None or (x.device.type == "cpu" and x.dtype in (torch.float32, torch.bool)) for x in tensors
+    )
 
 
 def native(
@@ -215,9 +217,8 @@ _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 def _library() -> ctypes.CDLL:
-    found = library()
-    assert not isinstance(found, str)
-    return found
+    assert isinstance(LIBRARY, ctypes.CDLL)
+    return LIBRARY
 
 
 def _arguments(

@@ -1,0 +1,158 @@
+"""What only the native kernels can get wrong: odd sizes, instruction sets, threads, operators, raw pointers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from contract import error, gradient_error
+
+from abc_attn import Memory, Write, mlp_attention, scan
+from abc_attn.kernels.native import LIBRARY, _forward
+
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
+
+
+def inputs(b=2, h=2, g=1, t=70, n=33, d=24, e=40, scale=1.0):
+    shapes = (b, h * g, t, d), (b, h, t, d), (b, h, t, e), (b, h, t, n)
+    q, k, v, logits = (torch.randn(shape) for shape in shapes)
+    return q, k, v, logits * scale
+
+
+def outcome(backend, dtype, tensors, **options):
+    """Outputs, state and gradients of mlp_attention continued from a state."""
+    tensors = [x.to(dtype).requires_grad_() for x in tensors]
+    first = [x[:, :, :9] for x in tensors]
+    _, state = mlp_attention(*first, backend=backend, **options)
+    out, (memory, _) = mlp_attention(*(x[:, :, 9:] for x in tensors), state, backend=backend, **options)
+    mixture = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = torch.autograd.grad((out * mixture).sum() + memory.k.sin().sum() + memory.v.sin().sum(), tensors)
+    return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert error(a, b) <= tolerance
+    assert gradient_error(found[1], expected[1]) <= tolerance
+
+
+SIZES = [
+    *({"n": n} for n in (1, 5, 8, 33, 64, 128, 200)),
+    *({"d": d, "e": d} for d in (1, 7, 16, 31, 64, 100, 128)),
+    {"g": 3},
+    {"t": 10},
+    {"t": 600, "n": 8},
+    {"scale": 100.0},
+    {"scale": 1e4},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes(sizes):
+    tensors = inputs(**sizes)
+    assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
+
+
+def test_strides_do_not_matter():
+    tensors = inputs()
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]  # as heads come out of a projection
+    assert_close(outcome("native", torch.float32, turned), outcome("native", torch.float32, tensors), tolerance=0.0)
+
+
+def test_bf16_in_and_out():
+    tensors = [x.bfloat16() for x in inputs()]
+    out, (memory, _) = mlp_attention(*tensors, backend="native")
+    expected, _ = mlp_attention(*(x.float() for x in tensors), backend="reference")
+    assert out.dtype == torch.bfloat16
+    assert memory.k.dtype == torch.float32
+    assert error(out.float(), expected) <= 2**-8
+
+
+@pytest.mark.parametrize("kind", ["avx512", "avx2", "portable"])
+def test_instruction_sets(kind):
+    """The same sizes again with the kernels of another instruction set, in a process of its own."""
+    environment = os.environ | {"ABC_ATTN_SIMD": kind, "PYTHONPATH": os.path.dirname(__file__)}
+    code = f"""
+import torch
+from test_native import LIBRARY, assert_close, inputs, outcome
+if LIBRARY.abc_kind().decode() != {kind!r}: raise SystemExit(77)
+torch.manual_seed(0)
+for sizes in ({{}}, {{"n": 5, "d": 7}}, {{"n": 64, "d": 64, "e": 64}}, {{"scale": 1e3}}, {{"g": 2, "n": 20}}):
+    tensors = inputs(**sizes)
+    assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
+"""
+    status = subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
+    if status == 77:
+        pytest.skip(f"this CPU has no {kind}")
+    assert status == 0
+
+
+def test_several_python_threads_at_once():
+    jobs = [inputs(n=8 + i) for i in range(6)]
+    expected = [mlp_attention(*job)[0] for job in jobs]
+    found = [None] * len(jobs)
+
+    def work(i):
+        for _ in range(5):
+            found[i] = mlp_attention(*jobs[i])[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads):
+    tensors, before = inputs(b=3, h=3), torch.get_num_threads()
+    expected = mlp_attention(*tensors)[0]
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(mlp_attention(*tensors)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_operator_is_sound():
+    """Schema, fake tensors and autograd registration, as torch checks them."""
+    q, k, v, logits = (x.requires_grad_() for x in inputs(b=1, h=1, t=5, n=3, d=2, e=2))
+    memory = Memory(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3), torch.zeros(1, 1, 3).bool())
+    total = torch.full((1, 1, 3), -torch.inf, dtype=torch.float64)
+    options = (False, False, 0.7, True)  # linear, mask_empty, scale, saves
+    torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *options))
+    torch.library.opcheck(_forward, (q, k, v, logits, -logits.abs().detach(), None, *memory, None, False, *options))
+
+
+def test_torch_compile():
+    tensors = inputs(t=40)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v, logits: mlp_attention(q, k, v, logits)[0], backend="aot_eager")
+    assert error(compiled(*tensors), mlp_attention(*tensors)[0]) <= 1e-6
+    tensors = [x.requires_grad_() for x in tensors]
+    found = torch.autograd.grad(compiled(*tensors).sum(), tensors)
+    expected = torch.autograd.grad(mlp_attention(*tensors)[0].sum(), tensors)
+    assert all(error(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+def test_what_it_cannot_take_goes_to_torch():
+    q, k, v, phi = inputs(t=20)
+    wide, _ = scan(*(x.double() for x in (q, k, v)), Write(phi.double()), backend="native")
+    expected, _ = scan(*(x.double() for x in (q, k, v)), Write(phi.double()), backend="torch")
+    assert torch.equal(wide, expected)
+    torch.manual_seed(3)
+    dropped, _ = scan(q, k, v, Write(phi), dropout=0.5, backend="native")
+    torch.manual_seed(3)
+    assert torch.equal(dropped, scan(q, k, v, Write(phi), dropout=0.5, backend="torch")[0])
+
+
+def test_the_fallback_can_be_forced():
+    code = "from abc_attn.kernels import describe_backend; print(*describe_backend())"
+    environment = os.environ | {"ABC_ATTN_BACKEND": "torch"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert said.stdout.startswith("torch") and "ABC_ATTN_BACKEND" in said.stdout  # noqa: PT018
