@@ -44,7 +44,7 @@ class Settings:
     """What the five models share."""
 
     seed: int = 0
-    steps: int = 450
+    steps: int = 500
     batch: int = 8
     length: int = 128  # tokens of a training sequence, and all that the linformer has positions for
     slots: int = 32
@@ -422,10 +422,8 @@ def provenance(settings: Settings, output: Path) -> dict[str, str]:
         "machine": f"{_cpu()}, {torch.get_num_threads()} threads",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    source = Path(__file__).parents[1]
-    if (source / ".git").exists() and shutil.which(
-        "git"
-    ):  # an installed package may lie inside somebody else's repository
+    source = Path(__file__).parents[1]  # only if it is a clone: an installed package may lie in another's repository
+    if (source / ".git").exists() and shutil.which("git"):
         git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         facts |= {"commit": commit} if commit else {}

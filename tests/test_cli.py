@@ -146,7 +146,7 @@ def test_demo_from_end_to_end(tmp_path, capsys):
     for spec in SPECS[1:]:
         assert rows[spec].count("n/a") == (4 if spec == "linformer" else 0)
         assert rows[spec][2].endswith("x")
-    assert "training mlp" in shown.err  # plain lines: this is no terminal
+    assert f"training: {5 * settings.steps}/{5 * settings.steps}, " in shown.err  # plain lines: this is no terminal
     assert "\r" not in shown.err
 
     text = output.read_text()

@@ -74,9 +74,6 @@ state.save("state.safetensors")
 assert State.load("state.safetensors").nbytes == state.nbytes
 """
     subprocess.run([python, "-I", "-W", "error", "-c", code], cwd=tmp_path, check=True)
-
-
-def test_the_command_is_installed(python, tmp_path):
     shown = subprocess.check_output([python.parent / "abc-attn", "env"], cwd=tmp_path, text=True)
     assert re.search(r"transformers +not installed", shown)
 
