@@ -150,16 +150,16 @@ class BoundedAttention(nn.Module):
         if weights is not None:
             assert inner is not None
             out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=True, **options)
-            return out, State(memory, (log_total,), length, self.control.describe())
+            return out, State(memory, (log_total,), length, self._described)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].clone()
         if self.causal:
             out, memory = scan(self._features(q), k, v, decided, memory, linear=self.control.linear, **options)
-            return out, State(memory, inner, length, self.control.describe(), readable)
+            return out, State(memory, inner, length, self._described, readable)
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
-        state = State(memory, inner, length, self.control.describe(), readable)
+        state = State(memory, inner, length, self._described, readable)
         if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
             heads = memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
             state = state._replace(packed=self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype)))
@@ -216,7 +216,7 @@ class BoundedAttention(nn.Module):
             )
             kept = memory.used[..., None]
             memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
-        return out, State(memory, None, length, self.control.describe())
+        return out, State(memory, None, length, self._described)
 
     def _attend(self, q: Tensor, memory: Memory, seen: Tensor, causal: bool = False) -> Tensor:
         """softmax(K q) over the tokens in `seen`, `b 1 t n`; zeros where there is none."""
@@ -297,9 +297,9 @@ class BoundedAttention(nn.Module):
     def _check_state(self, state: State, batch: int, has_context: bool) -> None:
         if not isinstance(state, State):
             raise TypeError(f"state must be a State, as an earlier call returned it, got {type(state).__name__}")
-        if state.control != self.control.describe():
+        if state.control != self._described:
             raise ValueError(
-                f"this state was written by control {state.control!r}, this attention has {self.control.describe()!r}"
+                f"this state was written by control {state.control!r}, this attention has {self._described!r}"
             )
         if has_context and not state.cross:
             raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
@@ -317,6 +317,11 @@ class BoundedAttention(nn.Module):
                 f"this state holds {len(held)} tensors of the control, of shapes {held}; "
                 f"{len(needed)} of shapes {needed} are needed here"
             )
+
+    @cached_property
+    def _described(self) -> str:
+        """Which control it is, as its states say; asked for at every step, so found out once."""
+        return self.control.describe()
 
     @cached_property
     def _inner_shapes(self) -> list[tuple[int, ...]]:

@@ -16,7 +16,10 @@ struct Args {
     float scale;
     const float *q, *k, *v, *phi, *log_decay;
     const uint8_t *readable;
-    float *memory_k, *memory_v, *mass;  // in: the memory before; out: after
+    const float *old_k, *old_v, *old_mass;  // the memory before
+    const uint8_t *old_used;
+    const double *old_total;
+    float *memory_k, *memory_v, *mass;  // ... and after
     uint8_t *used;
     double *log_total;
     float *out, *scores, *checkpoints;
@@ -70,6 +73,7 @@ struct Kind {
     const char *name;
     void (*forward)(const Args *, int64_t, float *);
     void (*backward)(const Args *, int64_t, float *);
+    void (*step)(const Args *, int64_t, float *);
     size_t (*scratch)(const Args *);
     int64_t (*checkpoints)(const Args *);
 };
@@ -80,11 +84,11 @@ static Kind best() {
     bool any = !wanted || !*wanted;
     if ((any || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return {"avx512", avx512::forward_row, avx512::backward_row, avx512::scratch_floats, avx512::checkpoint_floats};
+        return {"avx512", avx512::forward_row, avx512::backward_row, avx512::step_row, avx512::scratch_floats, avx512::checkpoint_floats};
     if ((any || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return {"avx2", avx2::forward_row, avx2::backward_row, avx2::scratch_floats, avx2::checkpoint_floats};
+        return {"avx2", avx2::forward_row, avx2::backward_row, avx2::step_row, avx2::scratch_floats, avx2::checkpoint_floats};
 #endif
-    return {"portable", portable::forward_row, portable::backward_row, portable::scratch_floats, portable::checkpoint_floats};
+    return {"portable", portable::forward_row, portable::backward_row, portable::step_row, portable::scratch_floats, portable::checkpoint_floats};
 }
 
 static const Kind &kind() {
@@ -100,12 +104,14 @@ struct Team {
 
 static void work(void *data) {
     Team *team = (Team *)data;
-    float *scratch = (float *)aligned_alloc(64, (kind().scratch(team->args) * 4 + 63) / 64 * 64);
+    // Zeros once: what a short piece leaves of a buffer is multiplied by nothing, but must be a number.
+    float *scratch = (float *)calloc(kind().scratch(team->args), sizeof(float));
     if (!scratch) {
         team->failed = 1;
         return;
     }
-    auto run = team->args->backward ? kind().backward : kind().forward;
+    const Args *a = team->args;
+    auto run = a->backward ? kind().backward : a->t == 1 && !a->checkpoints ? kind().step : kind().forward;
     for (int64_t row; (row = team->next++) < team->args->rows;) run(team->args, row, scratch);
     free(scratch);
 }

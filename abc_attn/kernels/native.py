@@ -16,7 +16,8 @@ from abc_attn.core import Memory, Write, query_scale
 
 _SIZES = ("rows", "g", "t", "n", "d", "e", "mean", "linear", "mask_empty", "backward", "threads")
 _POINTERS = (
-    *("q", "k", "v", "phi", "log_decay", "readable", "memory_k", "memory_v", "mass", "used", "log_total"),
+    *("q", "k", "v", "phi", "log_decay", "readable", "old_k", "old_v", "old_mass", "old_used", "old_total"),
+    *("memory_k", "memory_v", "mass", "used", "log_total"),
     *("out", "scores", "checkpoints"),
     *("d_out", "d_memory_k", "d_memory_v", "d_mass", "d_log_total", "d_q", "d_k", "d_v", "d_phi", "d_log_decay"),
 )
@@ -132,8 +133,9 @@ def _forward_now(
     saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable)
-    fresh = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
-    state = {name: None if x is None else _copy(x) for name, x in fresh.items()}
+    tensors |= _contiguous(old_k=memory_k, old_v=memory_v, old_mass=mass, old_used=used, old_total=log_total)
+    after = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
+    state = {name: None if x is None else x.new_empty(x.shape) for name, x in after.items()}
     args = _arguments(q, k, v, phi, mean, linear, mask_empty, scale)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
