@@ -11,13 +11,14 @@ endif
 .PHONY: help setup demo bench test test-oracle check clean
 
 help:
-	@echo "make demo         train five small language models, compare them, write demo.html (about 3 minutes)"
-	@echo "make bench        measure speed and memory into benchmarks/results (about 20 minutes; nothing else may run)"
-	@echo "make test         run the tests"
-	@echo "make check        run ruff and mypy"
-	@echo "make setup        build .venv only"
-	@echo "make test-oracle  compare with fla-core, an outside implementation"
-	@echo "make clean        remove .venv and everything generated"
+	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
+	@echo "make bench          measure speed and memory into benchmarks/results (about 20 minutes; nothing else may run)"
+	@echo "make test           run the tests"
+	@echo "make check          run ruff and mypy"
+	@echo "make setup          build .venv only"
+	@echo "make test-sanitize  run the native kernels' tests under address and undefined-behaviour sanitizers"
+	@echo "make test-oracle    compare with fla-core, an outside implementation"
+	@echo "make clean          remove .venv and everything generated"
 
 setup: .venv/installed
 
@@ -36,6 +37,18 @@ test: .venv/installed
 
 test-oracle: .venv/installed-oracle
 	@$(BIN)/python -m pytest -m oracle
+
+# The native kernels once more, in a copy compiled to stop at any access outside its tensors or undefined behaviour.
+SANITIZED := .venv/sanitized
+test-sanitize: .venv/installed
+	@rm -rf $(SANITIZED) && mkdir $(SANITIZED) && cp -r abc_attn $(SANITIZED) && rm -f $(SANITIZED)/abc_attn/kernels/_native*
+	@echo "Compiling the native kernels with sanitizers..."
+	@$(CXX) -g -O1 -std=c++17 -fPIC -shared -fno-math-errno -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+		abc_attn/kernels/native.cpp \
+		-o $(SANITIZED)/abc_attn/kernels/_native$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		OMP_NUM_THREADS=1 PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider -q \
+		tests/test_native.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
 
 check: .venv/installed
 	@$(BIN)/ruff check .
