@@ -8,7 +8,7 @@ ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo bench test test-oracle check clean
+.PHONY: help setup demo bench test test-oracle test-sanitize check clean
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"

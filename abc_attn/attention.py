@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +77,10 @@ class BoundedAttention(nn.Module):
             self.control = control
         else:
             self.control = make_control(control, slots, **site, **control_options)
+        # What its states look like, asked for at every step, so found out once.
+        self._described = self.control.describe()
+        inner = self.control.begin(1, num_kv_heads, torch.zeros(()))
+        self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
@@ -154,7 +157,7 @@ class BoundedAttention(nn.Module):
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
-        readable = None if decided.readable is None else decided.readable[:, :, -1].clone()
+        readable = None if decided.readable is None else decided.readable[:, :, -1].expand(len(k), -1, -1).clone()
         if self.causal:
             out, memory = scan(self._features(q), k, v, decided, memory, linear=self.control.linear, **options)
             return out, State(memory, inner, length, self._described, readable)
@@ -301,6 +304,8 @@ class BoundedAttention(nn.Module):
             raise ValueError(
                 f"this state was written by control {state.control!r}, this attention has {self._described!r}"
             )
+        if state.cross and self.causal:
+            raise ValueError("this state is that of a cross-attention; a causal attention continues a self-attention's")
         if has_context and not state.cross:
             raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
         rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
@@ -317,17 +322,6 @@ class BoundedAttention(nn.Module):
                 f"this state holds {len(held)} tensors of the control, of shapes {held}; "
                 f"{len(needed)} of shapes {needed} are needed here"
             )
-
-    @cached_property
-    def _described(self) -> str:
-        """Which control it is, as its states say; asked for at every step, so found out once."""
-        return self.control.describe()
-
-    @cached_property
-    def _inner_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the control's own state, without the batch."""
-        inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
-        return [tuple(part.shape[1:]) for part in inner or ()]
 
     def _check_shared(self, control: Control, slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> None:
         if options:

@@ -40,7 +40,7 @@ class Memory(NamedTuple):
 def empty_memory(k: Tensor, v: Tensor, slots: int) -> Memory:
     """The memory before any token, for keys `b h t d` and values `b h t e`."""
     b, h, _, d = k.shape
-    dtype = memory_dtype(k)
+    dtype = torch.promote_types(memory_dtype(k), v.dtype)
     return Memory(
         k=k.new_zeros(b, h, slots, d, dtype=dtype),
         v=v.new_zeros(b, h, slots, v.shape[-1], dtype=dtype),
@@ -161,7 +161,8 @@ def memory_dtype(like: Tensor) -> torch.dtype:
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: the memory is never summed in half precision."""
     kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()
 
 
 def query_scale(q: Tensor, scale: float | None) -> float:
@@ -223,7 +224,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Write, Memory]:
     """Full size, full precision, and padding that neither writes nor decays."""
     b, h, t, _ = k.shape
-    dtype = memory_dtype(k) if memory is None else torch.promote_types(memory_dtype(k), memory.v.dtype)
+    dtype = torch.promote_types(memory_dtype(k), v.dtype)
+    dtype = dtype if memory is None else torch.promote_types(dtype, memory.v.dtype)
     phi, log_decay, readable = (
         None if part is None else part.expand(b, h, t, part.shape[-1])
         for part in (write.phi, write.log_decay, write.readable)
@@ -237,6 +239,7 @@ def prepare(
         log_decay = None if log_decay is None else log_decay.masked_fill(padding, 0)
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)  # 0 * inf must not enter the memory
     memory = empty_memory(k, v, phi.shape[-1]) if memory is None else memory
+    memory = Memory(memory.k.to(dtype), memory.v.to(dtype), memory.mass.to(dtype), memory.used)
     return k, v, Write(phi, log_decay, readable), memory
 
 
@@ -272,6 +275,8 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
                 f"got {tuple(part.shape)}"
             )
     if memory is not None:
+        if not isinstance(memory, Memory):
+            raise TypeError(f"memory must be a Memory, got {type(memory).__name__}")
         expected = ((b, h, n, d), (b, h, n, v.shape[-1]), (b, h, n), (b, h, n))
         for field, part, shape in zip(Memory._fields, memory, expected, strict=True):
             if part.shape != shape:
@@ -285,6 +290,8 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
 def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
     if key_padding_mask is None:
         return
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a bool Tensor, got {type(key_padding_mask).__name__}")
     if key_padding_mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool with True at padding, got {key_padding_mask.dtype}")
     if key_padding_mask.shape != (b, t):
@@ -372,6 +379,9 @@ class State(NamedTuple):
                 temporary,
                 metadata,
             )
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)  # as any new file: a temporary one is its owner's alone
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)

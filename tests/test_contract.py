@@ -162,6 +162,20 @@ def test_padding_is_not_there(case, causal, backend, dtype, tolerance):
             assert_same_state(state, right_state.reorder(torch.tensor([i])), tolerance)
 
 
+@every_causal
+@in_every_form
+def test_padding_in_the_middle_of_a_continued_sequence(case, backend, dtype, tolerance):
+    attention = build(case, few(case), backend=backend, dtype=dtype)
+    x = tokens(2, 18, dtype)
+    padding = torch.zeros(2, 18, dtype=torch.bool)
+    padding[:, [7, 8, 11, 12, 13]] = True
+    _, state = attention(x[:, :7], return_state=True)
+    y, end = attention(x[:, 7:], key_padding_mask=padding[:, 7:], state=state, return_state=True)
+    alone, alone_end = attention(x[:, ~padding[0]], return_state=True)
+    assert error(y[:, ~padding[0, 7:]], alone[:, 7:]) <= tolerance
+    assert_same_state(end, alone_end, tolerance)
+
+
 @every_case
 @in_every_form
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])

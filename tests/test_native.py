@@ -11,7 +11,7 @@ import pytest
 import torch
 from contract import error, gradient_error
 
-from abc_attn import Memory, Write, mlp_attention, scan
+from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
 from abc_attn.kernels.native import LIBRARY, _forward
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -138,6 +138,15 @@ def test_torch_compile():
     found = torch.autograd.grad(compiled(*tensors).sum(), tensors)
     expected = torch.autograd.grad(mlp_attention(*tensors)[0].sum(), tensors)
     assert all(error(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("control", ["mlp:8", "random:8"])
+def test_the_module_compiles_whole(control):
+    attention = BoundedAttention(16, 2, control, causal=True)
+    x = torch.randn(2, 20, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    assert error(compiled(x), attention(x)) <= 1e-6
 
 
 def test_what_it_cannot_take_goes_to_torch():

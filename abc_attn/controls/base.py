@@ -40,7 +40,7 @@ class Control(nn.Module):
 
     def __init__(self, slots: int, *, embed_dim: int, num_heads: int, head_dim: int, causal: bool = False) -> None:
         super().__init__()
-        if not isinstance(slots, int) or slots < 1:
+        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
             raise ValueError(f"{self.title()} needs at least 1 slot, got slots={slots!r}")
         if causal and not self.online:
             able = ", ".join(name for name, control in CONTROLS.items() if control.online)
@@ -127,7 +127,8 @@ def register_control(name: str) -> Callable[[C], C]:
             raise TypeError(f"register_control decorates a subclass of Control, got {control!r}")
         if not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(f"a control's name consists of letters, digits, _ and -, got {name!r}")
-        if CONTROLS.get(name, control).__qualname__ != control.__qualname__:
+        known = CONTROLS.get(name, control)
+        if (known.__module__, known.__qualname__) != (control.__module__, control.__qualname__):
             raise ValueError(f"control {name!r} is registered already, by {CONTROLS[name].__qualname__}")
         control.name = name
         CONTROLS[name] = control
@@ -158,7 +159,10 @@ def make_control(
         declared = sorted({known for cls, _ in parts for known in cls.options()})
         if option not in declared:
             raise TypeError(f"control {control!r} has no option {option!r}; declared: {', '.join(declared) or 'none'}")
-    head_dim = embed_dim // num_heads if head_dim is None else head_dim
+    if head_dim is None:
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
+        head_dim = embed_dim // num_heads
     site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
     if len(parts) == 1:
         cls, given = parts[0]

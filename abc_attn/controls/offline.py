@@ -77,7 +77,11 @@ def _in_order(
         # The centroid moves by the token's share of its cluster, whose (gated) size is kept as its logarithm.
         share = torch.where(joined, 0.0, -torch.inf).to(log_total.dtype)
         if gate is not None:
-            log_total, share = log_total + F.logsigmoid(gate[:, :, t]), share + F.logsigmoid(-gate[:, :, t])
+            logit = gate[:, :, t].double()
+            keep = F.logsigmoid(logit)
+            if key_padding_mask is not None:
+                keep = keep.masked_fill(key_padding_mask[:, t, None, None], 0)
+            log_total, share = log_total + keep, share + F.logsigmoid(-logit)
         log_total = torch.logaddexp(log_total, share)
         moved = centroids + (share - log_total).exp()[..., None].to(centroids.dtype) * (key - centroids)
         centroids = torch.where(joined[..., None], moved, centroids)
@@ -118,7 +122,7 @@ class Packed(Control):
         self.query = nn.Linear(self.embed_dim, self.num_heads * self.head_dim)
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
-        return self.packed.expand(batch, -1, -1), empty_total(batch, heads, self.slots, like)
+        return self.packed.expand(batch, -1, -1).clone(), empty_total(batch, heads, self.slots, like)
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
