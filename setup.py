@@ -9,7 +9,7 @@ setup(
             ["abc_attn/kernels/native.cpp"],
             depends=["abc_attn/kernels/native.h"],
             language="c++",
-            extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-Wno-psabi"],
+            extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"],
             optional=True,
         )
     ]

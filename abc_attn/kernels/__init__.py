@@ -129,7 +129,7 @@ def mean_attention(
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
     wide = k.dtype == torch.float64
-    if causal and backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ()):
+    if backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ()):
         check_queries(q, k, v, log_weights.shape[-1], linear=False)
         with full_precision(q):
             k, v, weights, memory = prepare(k, v, Write(log_weights), memory, None)
@@ -137,8 +137,10 @@ def mean_attention(
                 padding = key_padding_mask[:, None, :, None]
                 k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 weights = Write(weights.phi.masked_fill(padding, -torch.inf))
-            out, memory, log_total = native_mean(q, k, v, weights.phi, memory, log_total, mask_empty, scale)
-        if key_padding_mask is not None:
+            out, memory, log_total = native_mean(
+                q, k, v, weights.phi, memory, log_total, causal=causal, mask_empty=mask_empty, scale=scale
+            )
+        if causal and key_padding_mask is not None:
             out = out.masked_fill(padding, 0)
         return out.to(q.dtype), memory, log_total
     decided, log_total = running_mean(log_weights, log_total, key_padding_mask, causal=causal)

@@ -9,10 +9,13 @@
 #include <string.h>
 
 #include <atomic>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 struct Args {
-    int64_t rows, g, t, n, d, e;  // rows = batch * heads, g queries' heads to each
-    int64_t mean, linear, mask_empty, backward, threads;
+    int64_t rows, g, t, n, d, e, queries;  // rows = batch * heads, g queries' heads to each
+    int64_t mean, linear, mask_empty, causal, backward, threads;
     float scale;
     const float *q, *k, *v, *phi, *log_decay;
     const uint8_t *readable;
@@ -30,14 +33,16 @@ struct Args {
     float *d_q, *d_k, *d_v, *d_phi, *d_log_decay;
 };
 
-enum { PIECE = 32, SEGMENT = 256 };
+enum { SEGMENT = 256 };  // tokens between checkpoints
+
+// One token of which no gradient is asked, as in decoding.
+static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backward && !a->checkpoints; }
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define VL 16
-#define ROWS 6
 #define COLUMNS 4
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")
@@ -46,10 +51,8 @@ namespace avx512 {
 }
 #pragma GCC pop_options
 #undef VL
-#undef ROWS
 #undef COLUMNS
 #define VL 8
-#define ROWS 4
 #define COLUMNS 2
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
@@ -58,25 +61,27 @@ namespace avx2 {
 }
 #pragma GCC pop_options
 #undef VL
-#undef ROWS
 #undef COLUMNS
 #endif
 
 #define VL 4
-#define ROWS 4
 #define COLUMNS 2
 namespace portable {
 #include "native.h"
 }
 
+typedef void (*Pass)(const Args *, int64_t, float *);
+
 struct Kind {
     const char *name;
-    void (*forward)(const Args *, int64_t, float *);
-    void (*backward)(const Args *, int64_t, float *);
-    void (*step)(const Args *, int64_t, float *);
+    Pass forward, forward_whole, backward, backward_whole, step;
     size_t (*scratch)(const Args *);
     int64_t (*checkpoints)(const Args *);
 };
+
+#define KIND(isa)                                                                                             \
+    {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
+     isa::checkpoint_floats}
 
 static Kind best() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -84,11 +89,11 @@ static Kind best() {
     bool any = !wanted || !*wanted;
     if ((any || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return {"avx512", avx512::forward_row, avx512::backward_row, avx512::step_row, avx512::scratch_floats, avx512::checkpoint_floats};
+        return Kind KIND(avx512);
     if ((any || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return {"avx2", avx2::forward_row, avx2::backward_row, avx2::step_row, avx2::scratch_floats, avx2::checkpoint_floats};
+        return Kind KIND(avx2);
 #endif
-    return {"portable", portable::forward_row, portable::backward_row, portable::step_row, portable::scratch_floats, portable::checkpoint_floats};
+    return Kind KIND(portable);
 }
 
 static const Kind &kind() {
@@ -104,14 +109,16 @@ struct Team {
 
 static void work(void *data) {
     Team *team = (Team *)data;
-    // Zeros once: what a short piece leaves of a buffer is multiplied by nothing, but must be a number.
-    float *scratch = (float *)calloc(kind().scratch(team->args), sizeof(float));
+    float *scratch = (float *)malloc(kind().scratch(team->args) * sizeof(float));
     if (!scratch) {
         team->failed = 1;
         return;
     }
     const Args *a = team->args;
-    auto run = a->backward ? kind().backward : a->t == 1 && !a->checkpoints ? kind().step : kind().forward;
+    const Kind &use = kind();
+    Pass run = is_step(a)    ? use.step
+               : a->backward ? (a->causal ? use.backward : use.backward_whole)
+                             : (a->causal ? use.forward : use.forward_whole);
     for (int64_t row; (row = team->next++) < team->args->rows;) run(team->args, row, scratch);
     free(scratch);
 }

@@ -1,15 +1,15 @@
 // One pass of the bounded memory over a row of tokens, forward and backward, written once with vectors of VL floats.
 // native.cpp includes this file once per instruction set.
 //
-// Tokens are taken in pieces. In a piece that starts from the memory (K, V, mass) query t reads, for slot n,
+// Tokens are taken in pieces. In a piece that starts from the sums S (of keys, values and the constant 1) query t reads
 //
-//     K_tn = r_tn K_n + x_tn sum_{j <= t} c_jn k_j          (V and mass alike)
+//     K_tn = x_tn (S_n + sum_{j <= t} c_jn k_j)          (V and mass alike)
 //
 // which covers both ways of writing:
-//     running mean of log-weights s (A the running sum):  c_j = exp(s_j),  x_t = 1 / A_t,  r_t = A_0 / A_t
-//     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t),  r_t = exp(ld_1) x_t
-// so a piece is a handful of small products of matrices. A piece is PIECE tokens where the range of exponents inside it
-// is small, and a single token where it is not: exact either way.
+//     running mean of log-weights s (A the running sum):  c_j = exp(s_j - top),   x_t = exp(top) / A_t
+//     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t)
+// so a piece is a handful of small products of matrices, and nothing is divided but once for each query and slot. A piece
+// is 16 or 32 tokens where the range of exponents inside it is small, and a single token where it is not: exact either way.
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
@@ -17,7 +17,11 @@ typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec x) { *(vec *)p = x; }
 static inline vec splat(float x) { return x - (vec){}; }
+#if VL == 16
+static inline vec vmax(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
 static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
+#endif
 
 // x with its lanes turned by S: the step of a reduction over lanes.
 template <int S>
@@ -27,7 +31,7 @@ static inline vec turned(vec x) {
     return __builtin_shuffle(x, order);
 }
 
-static inline float sum(vec x) {
+__attribute__((always_inline)) static inline float sum(vec x) {
     if (VL > 8) x += turned<8 % VL>(x);
     if (VL > 4) x += turned<4 % VL>(x);
     x += turned<2>(x);
@@ -35,9 +39,7 @@ static inline float sum(vec x) {
     return x[0];
 }
 
-static inline vec over(vec x, float den) { return den == 0 ? (vec){} : x / den; }
-
-static inline float highest(vec x) {
+__attribute__((always_inline)) static inline float highest(vec x) {
     if (VL > 8) x = vmax(x, turned<8 % VL>(x));
     if (VL > 4) x = vmax(x, turned<4 % VL>(x));
     x = vmax(x, turned<2>(x));
@@ -46,11 +48,15 @@ static inline float highest(vec x) {
 }
 
 // exp to about one ulp, 0 below -87 (-inf too), exactly 1 at 0.
-static inline vec vexp(vec x) {
+__attribute__((always_inline)) static inline vec vexp(vec x) {
     const vec low = splat(-87.0f), magic = splat(12582912.0f);
+#if VL == 16
+    const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
+#else
     ivec under = x < low;
     x = vmax(x, low);
     x = x > splat(88.0f) ? splat(88.0f) : x;
+#endif
     vec k = (x * 1.44269504088896341f + magic) - magic;
     vec f = (x - k * 0.693359375f) - k * -2.12194440e-4f;
     vec p = splat(1.9875691500e-4f);
@@ -59,58 +65,68 @@ static inline vec vexp(vec x) {
     p = p * f + 4.1665795894e-2f;
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
+    p = p * (f * f) + f + 1.0f;
+#if VL == 16
+    return (vec)_mm512_maskz_scalef_ps(real, (__m512)p, (__m512)k);
+#else
     ivec bits = (ivec)p + (__builtin_convertvector(k, ivec) << 23);
     return under ? (vec){} : (vec)bits;
+#endif
 }
 
-// C (M x N) = A B, or added to C, or to C with its columns or rows decayed first: C = kept C + (change C + A B), rounded
-// at the size of C once, where kept is 0 or 1. A_ik stands at a[i * row + k * step];
-// B and C are rows of whole vectors. `triangle` stops k at the row's own index: A is lower triangular.
-enum Mode { SET, ADD, DECAY_COLUMNS, DECAY_ROWS };
+// 1 / x to about one ulp.
+static inline vec reciprocal(vec x) {
+#if VL == 16
+    vec y = (vec)_mm512_rcp14_ps((__m512)x);  // one step of Newton's takes a quarter of a division's time
+    return y + y * (1.0f - x * y);
+#else
+    return 1.0f / x;
+#endif
+}
+
+// C (M x N) = A B, or added to C. A_ik stands at a[i * row + k * step]; B and C are rows of whole vectors.
+// A triangle is never multiplied out: LOWER takes A as zero right of the diagonal, UPPER as zero left of it, and CORNER
+// leaves out what of C lies right of the diagonal (`lower` below then clears it).
+enum Shape { WHOLE, LOWER, UPPER, CORNER };
 
 template <int N>
 struct Number {
     static constexpr int value = N;
 };
 
-template <int M, int N, Mode mode>
+// A tile's accumulators, a row of B and one element of A fill the registers.
+static constexpr int rows_of_tile(int columns) {
+    return VL == 16 ? (columns == 4 ? 6 : columns == 2 ? 8 : 16) : columns == 2 ? 6 : 8;
+}
+
+template <int M, int N, bool add>
 static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc, const float *change, const float *kept) {
+                        ptrdiff_t ldc) {
     vec acc[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) {
-            acc[i][j] = mode == SET ? (vec){} : load(c + i * ldc + j * VL);
-            if (mode == DECAY_COLUMNS) acc[i][j] *= load(change + j * VL);
-            if (mode == DECAY_ROWS) acc[i][j] *= splat(change[i]);
-        }
+        for (int j = 0; j < N; j++) acc[i][j] = add ? load(c + i * ldc + j * VL) : (vec){};
     for (ptrdiff_t k = 0; k < K; k++, a += step, b += ldb) {
         vec right[N];
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) right[j] = load(b + j * VL);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < M; i++) {
             vec left = splat(a[i * row]);
 #pragma GCC unroll 4
             for (int j = 0; j < N; j++) acc[i][j] += left * right[j];
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) {
-            float *to = c + i * ldc + j * VL;
-            if (mode == DECAY_COLUMNS) acc[i][j] += load(to) * load(kept + j * VL);
-            if (mode == DECAY_ROWS) acc[i][j] += load(to) * splat(kept[i]);
-            store(to, acc[i][j]);
-        }
+        for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
 }
 
-template <Mode mode = SET, bool triangle = false>
+template <bool add = false, Shape shape = WHOLE>
 static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb,
-                           float *c, ptrdiff_t ldc, const float *change = nullptr, const float *kept = nullptr) {
+                           float *c, ptrdiff_t ldc) {
     int j = 0;
     auto strips = [&](auto columns) __attribute__((always_inline)) {
         constexpr int C = decltype(columns)::value;
@@ -118,13 +134,14 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
             int i = 0;
             auto tiles = [&](auto rows) __attribute__((always_inline)) {
                 constexpr int R = decltype(rows)::value;
-                for (; i + R <= M; i += R) {
-                    int at = mode == DECAY_COLUMNS ? j : mode == DECAY_ROWS ? i : 0;
-                    tile<R, C, mode>(triangle ? i + R : K, a + i * row, row, step, b + j, ldb, c + i * ldc + j, ldc,
-                                     change ? change + at : nullptr, kept ? kept + at : nullptr);
+                for (; i + R <= M && !(R == 6 && M - i == 8); i += R) {  // 8 as 4 + 4: two rows make a poor tile
+                    if (shape == CORNER && j >= i + R) continue;
+                    int from = shape == UPPER ? i : 0, to = shape == LOWER ? i + R : K;
+                    tile<R, C, add>(to - from, a + i * row + from * step, row, step, b + from * ldb + j, ldb,
+                                    c + i * ldc + j, ldc);
                 }
             };
-            tiles(Number<ROWS>()), tiles(Number<2>()), tiles(Number<1>());
+            tiles(Number<rows_of_tile(C)>()), tiles(Number<4>()), tiles(Number<2>()), tiles(Number<1>());
         }
     };
     strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
@@ -176,25 +193,30 @@ static const float *padded(int rows, int width, const float *from, float *to, in
     return to;
 }
 
-// The memory and the running sum while a row of tokens passes.
+// What passes from piece to piece: sums S, of which the memory is `scale` times.
+// One of keys and values is held transposed, as the products need it: keys in the forward pass, values in the backward.
 struct Carry {
-    float *kt, *v, *mass;  // dp x np (transposed), np x ep, np
-    float *top;            // np   running mean: total * exp(top) is the running sum
+    bool values_turned;
+    float *turned, *plain, *mass;  // width x np, np x width, np
+    float *scale;                  // np
+    float *top;                    // np   running mean: total * exp(top) is the running sum
     double *total;
 };
 
-// One row's view of the arguments, and room for one piece.
+// One row's view of the arguments, and room for one piece (backward: for the pieces of a segment).
 struct Row {
     const Args *a;
-    int n, d, e, np, dp, ep;
+    int n, d, e, np, dp, ep, piece;
     const float *q, *k, *v, *phi, *ld;
     const uint8_t *readable;
     uint8_t *used;
     float *room;  // scratch, handed out by `take`
     size_t taken;
     const float *keys, *values;  // of the piece
-    float *change, *kept;  // r of the last token as kept + change: a small change is exact, not 1 - a rounded r
-    float *peak, *kb, *kT, *vb, *r, *x, *c, *cT, *xc, *inverse, *allow, *cumulative;
+    float *next, *kb, *kT, *vb, *cT;
+    float *first_c;
+    size_t kept_rows;
+    float *shrink, *x, *c, *inverse, *allow, *cumulative;  // of the piece, in `kept_rows` rows for each
 
     float *take(size_t count) {
         float *p = room + taken;
@@ -205,25 +227,36 @@ struct Row {
     void sizes(const Args *args) {
         a = args;
         n = a->n, d = a->d, e = a->e;
+        piece = a->backward ? 32 : 16;  // backward pays more for each piece, forward more for each pair in it
         np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
     }
 
     void begin(const Args *args, int64_t row, float *scratch) {
         sizes(args);
         int64_t t = a->t;
-        q = a->q + row * a->g * t * (a->linear ? n : d);
+        q = a->q + row * a->g * a->queries * (a->linear ? n : d);
         k = a->k + row * t * d, v = a->v + row * t * e, phi = a->phi + row * t * n;
         ld = a->log_decay ? a->log_decay + row * t * n : nullptr;
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        change = take(np), kept = take(np), peak = take(np), kb = take(PIECE * dp), kT = take(dp * PIECE), vb = take(PIECE * ep);
-        r = take(PIECE * np), x = take(PIECE * np), c = take(PIECE * np), cT = take(np * PIECE), xc = take(PIECE * np);
-        inverse = take(PIECE * np), allow = take(PIECE * np), cumulative = take(PIECE * np);
+        next = take(np), kb = take(piece * dp), kT = take(dp * piece), vb = take(piece * ep), cT = take(np * piece);
+        kept_rows = a->backward ? SEGMENT : piece;
+        first_c = take(6 * kept_rows * np);
+        piece_at(0);
+    }
+
+    // The piece that starts `offset` tokens into what is kept.
+    void piece_at(int64_t offset) {
+        size_t stride = kept_rows * np;
+        c = first_c + offset * np, x = c + stride, shrink = x + stride;
+        inverse = shrink + stride, allow = inverse + stride, cumulative = allow + stride;
     }
 
     void take_carry(Carry &s) {
-        s.kt = take(dp * np), s.v = take(np * ep), s.mass = take(np), s.top = take(np), s.total = (double *)take(2 * np);
+        s.values_turned = a->backward;
+        s.turned = take((s.values_turned ? ep : dp) * np), s.plain = take(np * (s.values_turned ? dp : ep));
+        s.mass = take(np), s.scale = take(np), s.top = take(np), s.total = (double *)take(2 * np);
     }
 
     bool masked() const { return a->mask_empty || readable || np != n; }
@@ -242,25 +275,19 @@ struct Row {
         return used[slot];
     }
 
-    // The log-weights of a piece, and the highest of each slot so far and in it.
-    const float *peaks(const Carry &s, int64_t from, int length) {
-        const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
-        for (int j = 0; j < np; j += VL) store(peak + j, load(s.top + j));
-        for (int i = 0; i < length; i++)
-            for (int j = 0; j < np; j += VL) store(peak + j, vmax(load(peak + j), load(logs + i * np + j)));
-        return logs;
-    }
-
-    // Whether `length` tokens from `from` on can be one piece.
+    // Whether `length` tokens from `from` on can be one piece. For a running mean, finds the piece's `next` top too:
+    // a top stays until a weight is e^8 above it, so that the sums are seldom rescaled.
     bool mild(const Carry &s, int64_t from, int length) {
-        if (length == 1) return true;
         if (a->mean) {
-            const float *logs = peaks(s, from, length);
+            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
             ivec wide = {};
             for (int j = 0; j < np; j += VL) {
-                vec top = load(peak + j), first = vmax(load(s.top + j), load(logs + j));
+                vec top = load(s.top + j), first = load(logs + j), peak = first;
+                for (int i = 1; i < length; i++) peak = vmax(peak, load(logs + i * np + j));
+                vec moved = peak > top + 8.0f ? peak : top;
+                store(next + j, moved);
                 // not <=: a NaN, where the first is -inf and others are not, counts as wide
-                wide |= ~(top - first <= splat(60.0f)) & (top != splat(-INFINITY));
+                wide |= ~(moved - vmax(top, first) <= splat(30.0f)) & (moved != splat(-INFINITY));
             }
             int any = 0;
             for (int l = 0; l < VL; l++) any |= wide[l];
@@ -275,76 +302,92 @@ struct Row {
         return true;
     }
 
-    // r, x, c (and what the read may see) of a piece; the running sum moves on.
+    int length_of_piece(const Carry &s, int64_t from, int whole) { return mild(s, from, whole) ? whole : 1; }
+
+    // c and x of a piece, and what its read may see; the carry is brought to the piece's scale.
     void coefficients(Carry &s, int64_t from, int length) {
-        const vec zero = {}, one = splat(1.0f);
         if (a->mean) {
-            const float *logs = peaks(s, from, length);
-            for (int j = 0; j < np; j += VL) {
-                vec old = load(s.top + j), top = load(peak + j);
-                vec against = top == splat(-INFINITY) ? zero : top;
-                vec shrink = vexp(old - against), before, sum = zero;
-                for (int l = 0; l < VL; l++) {
-                    s.total[j + l] *= shrink[l];
-                    before[l] = (float)s.total[j + l];
-                }
-                for (int i = 0; i < length; i++) {
-                    vec w = vexp(load(logs + i * np + j) - against);
-                    sum += w;
-                    vec all = before + sum, share = all > zero ? one / all : zero;
-                    store(c + i * np + j, w);
-                    store(x + i * np + j, share);
-                    store(r + i * np + j, before * share);
-                }
-                for (int l = 0; l < VL; l++) s.total[j + l] += sum[l];
-                store(s.top + j, top);
-            }
-        } else {
-            const float *shares = padded(length, n, phi + from * n, c, np, 0.0f);
-            if (ld) {
-                const float *logs = padded(length, n, ld + from * n, r, np, 0.0f);
-                for (int j = 0; j < np; j += VL) {
-                    vec first = vexp(load(logs + j)), sum = zero;
-                    for (int i = 0; i < length; i++) {
-                        if (i) sum += load(logs + i * np + j);
-                        vec row = vexp(sum), back = i ? vexp(-sum) : one;
-                        store(x + i * np + j, row);
-                        store(r + i * np + j, first * row);
-                        store(inverse + i * np + j, back);
-                        store(c + i * np + j, load(shares + i * np + j) * back);
-                    }
-                }
-            } else
-                for (int i = 0; i < length * np; i += VL)
-                    store(c + i, load(shares + i)), store(r + i, one), store(x + i, one), store(inverse + i, one);
-        }
-        const float *last = x + (length - 1) * np;
-        for (int j = 0; j < np; j += VL) {
-            vec sum = zero, left = load(r + (length - 1) * np + j);
-            for (int i = 0; i < length; i++) {
-                vec share = load(c + i * np + j) * load(last + j);
-                sum += share;
-                store(xc + i * np + j, share);
-            }
-            ivec mild = left > splat(0.5f);
-            store(kept + j, mild ? one : zero);
-            store(change + j, mild ? (a->mean ? -sum : left - one) : left);
-        }
-        if (masked())
-            for (int i = 0; i < length; i++)
-                for (int j = 0; j < np; j++) {
-                    bool see = j < n;
-                    if (see) {
-                        size_t at = (from + i) * n + j;
-                        if (used) used[j] = still_used(at, j);
-                        see = (!a->mask_empty || !used || used[j]) && (!readable || readable[at]);
-                    }
-                    allow[i * np + j] = see ? 0.0f : -INFINITY;
-                }
+            if (length == 1) mild(s, from, 1);
+            mean_coefficients(s, from, length);
+        } else
+            decay_coefficients(s, from, length);
+        memcpy(s.scale, x + (length - 1) * np, np * sizeof(float));
+        rescale(s);
+        if (masked() && a->causal) visible(from, length);
         if (a->linear)
             for (int j = 0; j < np; j += VL) {
-                vec sum = zero;
+                vec sum = {};
                 for (int i = 0; i < length; i++) sum += load(c + i * np + j), store(cumulative + i * np + j, sum);
+            }
+    }
+
+    void mean_coefficients(Carry &s, int64_t from, int length) {
+        const vec zero = {}, one = splat(1.0f);
+        const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
+        for (int j = 0; j < np; j += VL) {
+            vec old = load(s.top + j), top = load(next + j);
+            vec against = top == splat(-INFINITY) ? zero : top;
+            vec factor = old == top ? one : vexp(old - against), before, sum = zero;
+            for (int l = 0; l < VL; l++) {
+                s.total[j + l] *= factor[l];
+                before[l] = (float)s.total[j + l];
+            }
+            for (int i = 0; i < length; i++) {
+                vec weight = vexp(load(logs + i * np + j) - against);
+                sum += weight;
+                vec all = before + sum;
+                store(c + i * np + j, weight);
+                store(x + i * np + j, all > zero ? reciprocal(all) : zero);
+            }
+            for (int l = 0; l < VL; l++) s.total[j + l] += sum[l];
+            store(s.top + j, top);
+            store(shrink + j, factor);
+        }
+    }
+
+    void decay_coefficients(const Carry &s, int64_t from, int length) {
+        const vec zero = {}, one = splat(1.0f);
+        const float *shares = padded(length, n, phi + from * n, c, np, 0.0f);
+        const float *logs = ld ? padded(length, n, ld + from * n, x, np, 0.0f) : nullptr;
+        for (int j = 0; j < np; j += VL) {
+            vec sum = zero;
+            store(shrink + j, logs ? load(s.scale + j) * vexp(load(logs + j)) : load(s.scale + j));
+            for (int i = 0; i < length; i++) {
+                int l = i * np + j;
+                if (logs && i) sum += load(logs + l);
+                vec back = logs ? vexp(-sum) : one;
+                store(x + l, logs ? vexp(sum) : one);
+                store(inverse + l, back);
+                store(c + l, load(shares + l) * back);
+            }
+        }
+    }
+
+    void rescale(Carry &s) const {
+        bool same = true;
+        for (int j = 0; j < np; j++) same &= shrink[j] == 1.0f;
+        if (same) return;
+        for (int i = 0; i < (s.values_turned ? e : d); i++)
+            for (int j = 0; j < np; j += VL) store(s.turned + i * np + j, load(s.turned + i * np + j) * load(shrink + j));
+        scale_rows(s.plain, s.values_turned ? dp : ep, shrink);
+        for (int j = 0; j < np; j += VL) store(s.mass + j, load(s.mass + j) * load(shrink + j));
+    }
+
+    void scale_rows(float *rows, int width, const float *by) const {
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < width; j += VL) store(rows + i * width + j, load(rows + i * width + j) * by[i]);
+    }
+
+    void visible(int64_t from, int length) {
+        for (int i = 0; i < length; i++)
+            for (int j = 0; j < np; j++) {
+                bool see = j < n;
+                if (see) {
+                    size_t at = (from + i) * n + j;
+                    if (used) used[j] = still_used(at, j);
+                    see = (!a->mask_empty || !used || used[j]) && (!readable || readable[at]);
+                }
+                allow[i * np + j] = see ? 0.0f : -INFINITY;
             }
     }
 
@@ -353,63 +396,170 @@ struct Row {
         values = padded(length, e, v + from * e, vb, ep, 0.0f);
     }
 
-    // `... PIECE x width` transposed; rows that a short piece lacks may hold anything, but not lie outside the tensor.
-    static void turn(const float *from, float *room, int length, int width, float *to) {
-        if (length < PIECE && from != room) memcpy(room, from, (size_t)length * width * 4), from = room;
-        transpose(PIECE, width, from, width, to, PIECE);
+    // `... piece x width` transposed; rows that a short piece lacks may hold anything, but not lie outside the tensor.
+    void turn(const float *from, float *room, int length, int width, float *to) const {
+        if (length < piece && from != room) memcpy(room, from, (size_t)length * width * 4), from = room;
+        transpose(piece, width, from, width, to, piece);
     }
 
-    // The memory after the piece.
-    void advance(Carry &s, int length) {
-        product<DECAY_COLUMNS>(d, np, length, keys, 1, dp, xc, np, s.kt, np, change, kept);
-        product<DECAY_ROWS>(n, ep, length, xc, 1, np, values, ep, s.v, ep, change, kept);
+    // The sums after the piece.
+    void advance(Carry &s, int length) const {
+        const bool v_turned = s.values_turned;
+        product<true>(v_turned ? e : d, np, length, v_turned ? values : keys, 1, v_turned ? ep : dp, c, np, s.turned, np);
+        product<true>(n, v_turned ? dp : ep, length, c, 1, np, v_turned ? keys : values, v_turned ? dp : ep, s.plain,
+                      v_turned ? dp : ep);
         for (int j = 0; j < np; j += VL) {
-            vec sum = load(s.mass + j) * load(change + j);
-            for (int i = 0; i < length; i++) sum += load(xc + i * np + j);
-            store(s.mass + j, load(s.mass + j) * load(kept + j) + sum);
+            vec sum = load(s.mass + j);
+            for (int i = 0; i < length; i++) sum += load(c + i * np + j);
+            store(s.mass + j, sum);
         }
     }
 
-    void enter(Carry &s, const float *mk, const float *mv, const float *mass, const double *log_total) {
-        memset(s.kt, 0, dp * np * sizeof(float));
-        memset(s.v, 0, np * ep * sizeof(float));
+    void enter(Carry &s, const float *mk, const float *mv, const float *mass, const double *log_total) const {
+        memset(s.turned, 0, dp * np * sizeof(float));
+        memset(s.plain, 0, np * ep * sizeof(float));
         for (int i = 0; i < np; i++) {
-            bool real = i < n;
-            s.mass[i] = real ? mass[i] : 0;
-            for (int j = 0; real && j < d; j++) s.kt[j * np + i] = mk[i * d + j];
-            for (int j = 0; real && j < e; j++) s.v[i * ep + j] = mv[i * e + j];
-            double logarithm = real && log_total ? log_total[i] : -INFINITY;
+            const bool real = i < n;
+            const double logarithm = real && log_total ? log_total[i] : -INFINITY;
             s.top[i] = (float)logarithm;
             s.total[i] = logarithm == -INFINITY ? 0.0 : exp(logarithm - (double)s.top[i]);
+            const float by = log_total ? (float)s.total[i] : 1.0f;
+            s.scale[i] = by == 0 ? 0 : 1 / by, s.mass[i] = 0.0f;
+            if (!real) continue;
+            s.mass[i] = mass[i] * by;
+            for (int j = 0; j < d; j++) s.turned[j * np + i] = mk[i * d + j] * by;
+            for (int j = 0; j < e; j++) s.plain[i * ep + j] = mv[i * e + j] * by;
+        }
+    }
+
+    // The memory after the last token.
+    void leave(const Carry &s, int64_t row) const {
+        for (int i = 0; i < n; i++) {
+            const int64_t slot = row * n + i;
+            for (int j = 0; j < d; j++) a->memory_k[slot * d + j] = s.turned[j * np + i] * s.scale[i];
+            for (int j = 0; j < e; j++) a->memory_v[slot * e + j] = s.plain[i * ep + j] * s.scale[i];
+            a->mass[slot] = s.mass[i] * s.scale[i];
+            if (a->mean) a->log_total[slot] = s.total[i] == 0 ? -INFINITY : (double)s.top[i] + log(s.total[i]);
+        }
+    }
+
+    // p, the softmax of the scores x z: z becomes p x. `x` and `allow` may be null: ones, all visible.
+    void weigh(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+        switch (np / VL) {
+            case 1: return weigh_rows<1>(length, z, x, allow, scores, lse);
+            case 2: return weigh_rows<2>(length, z, x, allow, scores, lse);
+            case 4: return weigh_rows<4>(length, z, x, allow, scores, lse);
+            case 8: return weigh_rows<8>(length, z, x, allow, scores, lse);
+            default: return weigh_rows<0>(length, z, x, allow, scores, lse);
+        }
+    }
+
+    template <int J>  // vectors in a row, which then stay in registers; 0: any number
+    void weigh_rows(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+        const int vectors = J ? J : np / VL;
+        vec held[J ? J : 1];
+        for (int i = 0; i < length; i++, z += np) {
+            auto put = [&](int j, vec y) __attribute__((always_inline)) { J ? void(held[J ? j : 0] = y) : store(z + j * VL, y); };
+            auto get = [&](int j) __attribute__((always_inline)) { return J ? held[J ? j : 0] : load(z + j * VL); };
+            vec top = splat(-INFINITY), total = {};
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++) {
+                vec score = load(z + j * VL) * a->scale;
+                if (x) score *= load(x + i * np + j * VL);
+                if (allow) score += load(allow + i * np + j * VL);
+                put(j, score);
+                top = vmax(top, score);
+            }
+            const float best = highest(top), against = best == -INFINITY ? 0 : best;
+            if (scores) {
+                float *to = scores + (int64_t)i * n;
+                for (int j = 0; j < vectors; j++)
+                    if (j * VL + VL <= n) store(to + j * VL, get(j));
+                    else for (int l = 0; j * VL + l < n; l++) to[j * VL + l] = get(j)[l];
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++) {
+                vec weight = vexp(get(j) - against);
+                total += weight;
+                put(j, weight);
+            }
+            const float all = sum(total), norm = all == 0 ? 0 : 1 / all;
+            if (lse) lse[i] = all == 0 ? 0 : against + logf(all);
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++)
+                store(z + j * VL, x ? get(j) * norm * load(x + i * np + j * VL) : get(j) * norm);
+        }
+    }
+
+    // p again, from what the forward pass kept. Returns the scores in whole vectors.
+    const float *recover(int length, const float *kept, const float *lse, float *room, float *weights) const {
+        const float *scores = padded(length, n, kept, room, np, -INFINITY);
+        for (int i = 0; i < length; i++)
+            for (int j = 0; j < np; j += VL) store(weights + i * np + j, vexp(load(scores + i * np + j) - lse[i]));
+        return scores;
+    }
+
+    // Gradients of the scores, from p and dp (in z and y): z = p x, y = d score x scale; u takes what scaling a slot's
+    // memory would do.
+    void back(int length, const float *scores, float *z, float *y, const float *x, float *u) const {
+        for (int i = 0; i < length; i++, z += np, y += np, scores += np) {
+            vec dot = {};
+            for (int j = 0; j < np; j += VL) {
+                vec d_weight = x ? load(y + j) * load(x + i * np + j) : load(y + j);
+                store(y + j, d_weight);
+                dot += load(z + j) * d_weight;
+            }
+            const float mean = sum(dot);
+            for (int j = 0; j < np; j += VL) {
+                vec weight = load(z + j), d_weight = load(y + j), slope = weight * (d_weight - mean);
+                if (!x) {
+                    store(y + j, slope * a->scale);
+                    continue;
+                }
+                vec effect = weight == (vec){} ? (vec){} : slope * load(scores + j) + weight * d_weight;
+                vec share = load(x + i * np + j);
+                store(u + i * np + j, load(u + i * np + j) + effect);
+                store(y + j, slope * a->scale * share);
+                store(z + j, weight * share);
+            }
         }
     }
 };
 
-static inline void lower(float *p, int length) {  // zero above the diagonal
+static inline void lower(float *p, int length, int piece) {  // zero above the diagonal
+    ivec column;
+    for (int l = 0; l < VL; l++) column[l] = l;
     for (int i = 0; i < length; i++)
-        for (int j = i + 1; j < PIECE; j++) p[i * PIECE + j] = 0;
+        for (int j = 0; j < piece; j += VL) {
+            vec kept = load(p + i * piece + j);
+            store(p + i * piece + j, column + j <= i - (ivec){} ? kept : (vec){});
+        }
 }
 
-// A checkpoint holds the carry as it is, so that the backward pass retraces the same steps.
-static size_t carry_floats(const Row &w) { return (size_t)w.dp * w.np + (size_t)w.np * w.ep + 4 * w.np; }
+// A checkpoint holds the carry of the forward pass as it is.
+static size_t sums_floats(const Row &w) { return (size_t)w.dp * w.np + (size_t)w.np * w.ep + w.np; }
+static size_t carry_floats(const Row &w) { return sums_floats(w) + 4 * w.np; }
 
 static void keep(const Row &w, const Carry &s, float *to) {
-    memcpy(to, s.kt, w.dp * w.np * 4), to += w.dp * w.np;
-    memcpy(to, s.v, w.np * w.ep * 4), to += w.np * w.ep;
+    memcpy(to, s.turned, w.dp * w.np * 4), to += w.dp * w.np;
+    memcpy(to, s.plain, w.np * w.ep * 4), to += w.np * w.ep;
     memcpy(to, s.mass, w.np * 4), to += w.np;
+    memcpy(to, s.scale, w.np * 4), to += w.np;
     memcpy(to, s.top, w.np * 4), to += w.np;
     memcpy(to, s.total, w.np * 8);
 }
 
 static void recall(const Row &w, Carry &s, const float *from) {
-    memcpy(s.kt, from, w.dp * w.np * 4), from += w.dp * w.np;
-    memcpy(s.v, from, w.np * w.ep * 4), from += w.np * w.ep;
+    transpose(w.dp, w.np, from, w.np, s.plain, w.dp), from += w.dp * w.np;
+    transpose(w.np, w.ep, from, w.ep, s.turned, w.np), from += w.np * w.ep;
     memcpy(s.mass, from, w.np * 4), from += w.np;
+    memcpy(s.scale, from, w.np * 4), from += w.np;
     memcpy(s.top, from, w.np * 4), from += w.np;
     memcpy(s.total, from, w.np * 8);
 }
 
 static int64_t checkpoint_floats(const Args *a) {
+    if (!a->causal) return 0;
     Row w;
     w.sizes(a);
     return a->rows * ((a->t + SEGMENT - 1) / SEGMENT) * carry_floats(w);
@@ -418,23 +568,26 @@ static int64_t checkpoint_floats(const Args *a) {
 static size_t scratch_floats(const Args *a) {
     Row w;
     w.sizes(a);
-    size_t np = w.np, dp = w.dp, ep = w.ep;
-    if (a->t == 1 && !a->backward && !a->checkpoints) return 5 * np + ep;  // step_row
-    size_t piece = PIECE * (20 * np + 6 * dp + 6 * ep + 6 * PIECE), state = dp * np + np * ep + 8 * np;
-    return piece + 8 * state + (a->backward ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
+    size_t np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, rows = a->backward ? SEGMENT : piece;
+    if (is_step(a)) return 5 * np + ep;  // step_row
+    size_t tokens = piece * (12 * np + 6 * dp + 6 * ep + 6 * piece) + 6 * rows * np, state = dp * np + np * ep + 8 * np;
+    return tokens + 8 * state + (a->backward && a->causal ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
 }
 
-// Linear read: f(q) as it may be seen, and the denominator f(q) . mass of each query.
-static void denominators(const Row &w, const Carry &s, int length, float *f, float *den) {
+// Linear read: z = f(q) x / (f(q) . mass), of the slots that may be seen; the denominators too.
+static void divide(const Row &w, const float *mass, int length, const float *f, float *z, float *den) {
     for (int i = 0; i < length; i++) {
         vec total = {};
         for (int j = 0; j < w.np; j += VL) {
             int l = i * w.np + j;
             vec seen = w.masked() ? (load(w.allow + l) == (vec){} ? load(f + l) : (vec){}) : load(f + l);
-            store(f + l, seen);
-            total += seen * (load(w.r + l) * load(s.mass + j) + load(w.x + l) * load(w.cumulative + l));
+            vec share = seen * load(w.x + l);
+            total += share * (load(mass + j) + load(w.cumulative + l));
+            store(z + l, share);
         }
         den[i] = sum(total);
+        const float norm = den[i] == 0 ? 0 : 1 / den[i];
+        for (int j = 0; j < w.np; j += VL) store(z + i * w.np + j, load(z + i * w.np + j) * norm);
     }
 }
 
@@ -443,104 +596,102 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
-    const int64_t t = a->t;
-    float *p = w.take(PIECE * np), *g = w.take(PIECE * np), *z = w.take(PIECE * np);
-    float *pairs = w.take(PIECE * PIECE), *ob = w.take(PIECE * ep), *den = w.take(PIECE);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
+    const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
+    float *f = w.take(piece * np), *z = w.take(piece * np);
+    float *pairs = w.take(piece * piece), *ob = w.take(piece * ep), *den = w.take(piece);
+    float *lse = a->scores ? a->scores + a->rows * a->g * a->queries * n : nullptr;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
     w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n,
             a->mean ? a->old_total + row * n : nullptr);
-    const int64_t segments = (t + SEGMENT - 1) / SEGMENT;
-    const bool masked = w.masked();
     for (int64_t from = 0; from < t;) {
         if (a->checkpoints && from % SEGMENT == 0)
             keep(w, s, a->checkpoints + (row * segments + from / SEGMENT) * carry_floats(w));
-        int whole = (int)(t - from < PIECE ? t - from : PIECE);
-        int length = w.mild(s, from, whole) ? whole : 1;
+        const int whole = (int)(t - from < piece ? t - from : piece), length = w.length_of_piece(s, from, whole);
         for (int64_t end = from + whole; from < end; from += length) {
             w.coefficients(s, from, length);
             w.tokens(from, length);
             if (length > 1) {
                 if (!a->linear) w.turn(w.keys, w.kb, length, dp, w.kT);
-                transpose(PIECE, np, w.c, np, w.cT, PIECE);
+                transpose(piece, np, w.c, np, w.cT, piece);
             }
             for (int64_t group = 0; group < a->g; group++) {
-                int64_t at = (row * a->g + group) * t + from;
+                const int64_t at = (row * a->g + group) * t + from;
                 const float *q = w.q + (group * t + from) * (a->linear ? n : d);
-                if (a->linear) copy_rows(length, n, q, p, np);
+                if (a->linear) divide(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
                 else {
-                    product(length, np, d, q, d, 1, s.kt, np, g, np);
+                    product(length, np, d, q, d, 1, s.turned, np, z, np);
                     if (length > 1) {
-                        product(length, PIECE, d, q, d, 1, w.kT, PIECE, pairs, PIECE);
-                        lower(pairs, length);
-                        product<SET, true>(length, np, length, pairs, PIECE, 1, w.c, np, z, np);
+                        product<false, CORNER>(length, piece, d, q, d, 1, w.kT, piece, pairs, piece);
+                        lower(pairs, length, piece);
+                        product<true, LOWER>(length, np, length, pairs, piece, 1, w.c, np, z, np);
                     } else {
                         float dot = 0;
                         for (int j = 0; j < d; j++) dot += q[j] * w.keys[j];
-                        for (int j = 0; j < np; j += VL) store(z + j, load(w.c + j) * dot);
+                        for (int j = 0; j < np; j += VL) store(z + j, load(z + j) + load(w.c + j) * dot);
                     }
-                }
-                if (a->linear) {
-                    denominators(w, s, length, p, den);
-                    for (int l = 0; l < length * np; l += VL) {
-                        vec weight = load(p + l);
-                        store(g + l, weight * load(w.r + l));
-                        store(z + l, weight * load(w.x + l));
-                    }
-                } else {
-                    for (int i = 0; i < length; i++) {
-                        vec top = splat(-INFINITY);
-                        for (int j = 0; j < np; j += VL) {
-                            int l = i * np + j;
-                            vec score = (load(w.r + l) * load(g + l) + load(w.x + l) * load(z + l)) * a->scale;
-                            if (masked) score += load(w.allow + l);
-                            top = vmax(top, score);
-                            store(p + l, score);
-                        }
-                        if (a->scores) memcpy(a->scores + (at + i) * n, p + i * np, n * 4);
-                        den[i] = highest(top);
-                    }
-                    for (int i = 0; i < length; i++) {
-                        vec total = {};
-                        float best = den[i] == -INFINITY ? 0 : den[i];
-                        for (int j = 0; j < np; j += VL) {
-                            int l = i * np + j;
-                            vec weight = vexp(load(p + l) - best);
-                            total += weight;
-                            store(g + l, weight * load(w.r + l));
-                            store(z + l, weight * load(w.x + l));
-                        }
-                        den[i] = sum(total);
-                    }
+                    w.weigh(length, z, w.x, w.masked() ? w.allow : nullptr, a->scores ? a->scores + at * n : nullptr,
+                            lse ? lse + at : nullptr);
                 }
                 float *to = e == ep ? a->out + at * e : ob;
-                product(length, ep, n, g, np, 1, s.v, ep, to, ep);
+                product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
                 if (length > 1) {
-                    product(length, PIECE, n, z, np, 1, w.cT, PIECE, pairs, PIECE);
-                    lower(pairs, length);
-                    product<ADD, true>(length, ep, length, pairs, PIECE, 1, w.values, ep, to, ep);
+                    product<false, CORNER>(length, piece, n, z, np, 1, w.cT, piece, pairs, piece);
+                    lower(pairs, length, piece);
+                    product<true, LOWER>(length, ep, length, pairs, piece, 1, w.values, ep, to, ep);
                 } else {
                     vec dot = {};
                     for (int j = 0; j < np; j += VL) dot += load(z + j) * load(w.c + j);
-                    float own = sum(dot);
+                    const float own = sum(dot);
                     for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
                 }
-                for (int i = 0; i < length; i++) {
-                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[i]));
-                    if (to == ob) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
-                }
+                for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
             }
             w.advance(s, length);
         }
     }
-    for (int i = 0; i < n; i++) {
-        for (int j = 0; j < d; j++) a->memory_k[(row * n + i) * d + j] = s.kt[j * np + i];
-        memcpy(a->memory_v + (row * n + i) * e, s.v + i * ep, e * 4);
-        a->mass[row * n + i] = s.mass[i];
-        if (a->mean) a->log_total[row * n + i] = s.total[i] == 0 ? -INFINITY : (double)s.top[i] + log(s.total[i]);
-        if (!w.masked()) w.used[i] = w.used_after(i);  // otherwise followed token by token
+    w.leave(s, row);
+    for (int i = 0; !w.masked() && i < n; i++) w.used[i] = w.used_after(i);  // otherwise followed token by token
+}
+
+// Not causal: every token is written, then every query reads what all of them left.
+static void forward_whole(const Args *a, int64_t row, float *scratch) {
+    Row w;
+    w.begin(a, row, scratch);
+    Carry s;
+    w.take_carry(s);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, ep = w.ep, piece = w.piece;
+    float *z = w.take(piece * np), *ob = w.take(piece * ep), *allow = w.take(piece * np);
+    float *lse = a->scores ? a->scores + a->rows * a->g * a->queries * n : nullptr;
+    w.used = a->used + row * n;
+    memcpy(w.used, a->old_used + row * n, n);
+    w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n, a->old_total + row * n);
+    for (int64_t from = 0; from < a->t;) {
+        const int whole = (int)(a->t - from < piece ? a->t - from : piece), length = w.length_of_piece(s, from, whole);
+        for (int64_t end = from + whole; from < end; from += length) {
+            w.coefficients(s, from, length);
+            w.tokens(from, length);
+            w.advance(s, length);
+        }
     }
+    w.leave(s, row);
+    for (int i = 0; i < n; i++) w.used[i] = w.used_after(i);
+    memcpy(w.shrink, s.scale, np * 4);
+    w.rescale(s);
+    for (int j = 0; j < np; j++)
+        for (int i = 0; i < piece; i++) allow[i * np + j] = j < n && (!a->mask_empty || w.used[j]) ? 0.0f : -INFINITY;
+    for (int64_t group = 0; group < a->g; group++)
+        for (int64_t from = 0; from < a->queries; from += piece) {
+            const int length = (int)(a->queries - from < piece ? a->queries - from : piece);
+            const int64_t at = (row * a->g + group) * a->queries + from;
+            product(length, np, d, w.q + (group * a->queries + from) * d, d, 1, s.turned, np, z, np);
+            w.weigh(length, z, nullptr, w.masked() ? allow : nullptr, a->scores ? a->scores + at * n : nullptr,
+                    lse ? lse + at : nullptr);
+            float *to = e == ep ? a->out + at * e : ob;
+            product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
+            for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
+        }
 }
 
 // One token and no gradient, as in decoding: the memory is written and read as it lies.
@@ -630,227 +781,288 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
     }
 }
 
+// Gradients of the memory: dK (np x dp), dV (np x ep), of its mass, and what scaling it would do.
+struct Slope {
+    float *k, *v, *mass;
+
+    void enter(Row &w, int64_t row) {
+        k = w.take(w.np * w.dp), v = w.take(w.np * w.ep), mass = w.take(w.np);
+        memset(k, 0, (size_t)w.np * w.dp * 4), memset(v, 0, (size_t)w.np * w.ep * 4), memset(mass, 0, w.np * 4);
+        for (int i = 0; i < w.n; i++) {
+            const int64_t slot = row * w.n + i;
+            memcpy(k + i * w.dp, w.a->d_memory_k + slot * w.d, w.d * 4);
+            memcpy(v + i * w.ep, w.a->d_memory_v + slot * w.e, w.e * 4);
+            mass[i] = w.a->d_mass[slot];
+        }
+    }
+
+    void scale(const Row &w, const float *by) {
+        w.scale_rows(k, w.dp, by), w.scale_rows(v, w.ep, by);
+        for (int i = 0; i < w.n; i++) mass[i] *= by[i];
+    }
+
+    // What scaling slot i would do. Its keys and values stand `k_row` apart from the next slot's, and `k_step` apart.
+    double effect(const Row &w, int i, const float *mk, int k_row, int k_step, const float *mv, int v_row, int v_step,
+                  float m) const {
+        double dot = (double)mass[i] * m;
+        for (int j = 0; j < w.d; j++) dot += (double)k[i * w.dp + j] * mk[i * k_row + j * k_step];
+        for (int j = 0; j < w.e; j++) dot += (double)v[i * w.ep + j] * mv[i * v_row + j * v_step];
+        return dot;
+    }
+
+    void leave(const Row &w, int64_t row) const {
+        for (int i = 0; i < w.n; i++) {
+            const int64_t slot = row * w.n + i;
+            memcpy(w.a->d_memory_k + slot * w.d, k + i * w.dp, w.d * 4);
+            memcpy(w.a->d_memory_v + slot * w.e, v + i * w.ep, w.e * 4);
+            w.a->d_mass[slot] = mass[i];
+        }
+    }
+};
+
 // The gradients, piece by piece from the last to the first. With S the scores, p the read weights, and for every query
 //     dp_tn = d_out_t . V_tn,   dS = p (dp - sum p dp),   u = dS S + p dp   (what scaling slot n's memory at t would do)
 // the gradient of a token's share is that of its row in K and V; that of the running sum is -u, that of the decays the
-// sum of u - phi d_phi over later tokens. The memories at the pieces' starts are recomputed from the checkpoints.
+// sum of u - phi d_phi over later tokens. The sums at the pieces' starts are recomputed from the checkpoints.
 static void backward_row(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep;
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
-    const size_t state = carry_floats(w);
-    float *qb = w.take(PIECE * dp), *gb = w.take(PIECE * ep), *vT = w.take(ep * PIECE);
-    float *p = w.take(PIECE * np), *dS = w.take(PIECE * np), *from_k = w.take(PIECE * np), *from_piece = w.take(PIECE * np);
-    float *y = w.take(PIECE * np), *z = w.take(PIECE * np), *u = w.take(PIECE * np), *dc = w.take(PIECE * np);
-    float *pairs = w.take(PIECE * PIECE), *outer = w.take(PIECE * PIECE), *mix = w.take(PIECE * PIECE);
-    float *dqb = w.take(PIECE * dp), *dkb = w.take(PIECE * dp), *dvb = w.take(PIECE * ep);
-    float *K = w.take(np * dp), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
-    float *dK = w.take(np * dp), *dV = w.take(np * ep), *dmass = w.take(np), *den = w.take(PIECE);
-    double *carried = (double *)w.take(2 * np);  // running mean: u over later tokens, by A_0 / A_t; decays: u - phi d_phi
-    float *starts = w.take(SEGMENT * state);
-    memset(qb, 0, (size_t)((float *)starts - qb) * sizeof(float));
-    for (int i = 0; i < n; i++) {
-        for (int j = 0; j < d; j++) dK[i * dp + j] = a->d_memory_k[(row * n + i) * d + j];
-        for (int j = 0; j < e; j++) dV[i * ep + j] = a->d_memory_v[(row * n + i) * e + j];
-        dmass[i] = a->d_mass[row * n + i];
-        carried[i] = 0;
-    }
+    const size_t sums = sums_floats(w);
+    const float *lse = a->scores + a->rows * a->g * t * n;
+    float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *vT = w.take(ep * piece);
+    float *scores = w.take(piece * np), *y = w.take(piece * np), *z = w.take(piece * np), *u = w.take(piece * np);
+    float *dc = w.take(piece * np), *later = w.take(np), *unscale = w.take(np), *den = w.take(piece);
+    float *pairs = w.take(piece * piece), *outer = w.take(piece * piece), *mix = w.take(piece * piece);
+    float *dqb = w.take(piece * dp), *dkb = w.take(piece * dp), *dvb = w.take(piece * ep);
+    float *dcT = w.take(np * piece);
+    double *carried = (double *)w.take(2 * np);  // running mean: u / A over later tokens; decays: u - phi d_phi
+    Slope slope;
+    slope.enter(w, row);
+    float *starts = w.take(SEGMENT * sums);
     for (int64_t segment = segments - 1; segment >= 0; segment--) {
         // Once more forward through the segment, noting where each piece starts and from what.
-        int64_t first = segment * SEGMENT, stop = first + SEGMENT < t ? first + SEGMENT : t;
+        const int64_t first = segment * SEGMENT, stop = first + SEGMENT < t ? first + SEGMENT : t;
         int64_t begins[SEGMENT];
         int lengths[SEGMENT], pieces = 0;
-        recall(w, s, a->checkpoints + (row * segments + segment) * state);
+        recall(w, s, a->checkpoints + (row * segments + segment) * carry_floats(w));
+        for (int i = 0; i < np; i++) unscale[i] = s.scale[i] == 0 ? 0 : 1 / s.scale[i];
         for (int64_t from = first; from < stop;) {
-            int whole = (int)(stop - from < PIECE ? stop - from : PIECE);
-            int length = w.mild(s, from, whole) ? whole : 1;
+            const int whole = (int)(stop - from < piece ? stop - from : piece);
+            w.piece_at(from - first);
+            const int length = w.length_of_piece(s, from, whole);
             for (int64_t end = from + whole; from < end; from += length) {
+                w.piece_at(from - first);
                 begins[pieces] = from, lengths[pieces] = length;
-                keep(w, s, starts + pieces++ * state);
                 w.coefficients(s, from, length);
+                float *to = starts + pieces++ * sums;
+                memcpy(to, s.plain, np * dp * 4), memcpy(to + np * dp, s.turned, ep * np * 4);
+                memcpy(to + np * dp + ep * np, s.mass, np * 4);
                 w.tokens(from, length);
-                w.advance(s, length);
+                if (from + length < stop || segment == segments - 1) w.advance(s, length);
             }
         }
-        if (segment == segments - 1)  // what the scale of the last memory does
-            for (int i = 0; i < n; i++) {
-                double dot = (double)dmass[i] * s.mass[i];
-                for (int j = 0; j < d; j++) dot += (double)dK[i * dp + j] * s.kt[j * np + i];
-                for (int j = 0; j < e; j++) dot += (double)dV[i * ep + j] * s.v[i * ep + j];
-                carried[i] = dot + (a->mean ? -a->d_log_total[row * n + i] : 0);
+        if (segment == segments - 1)
+            for (int i = 0; i < np; i++) {
+                carried[i] = 0;
+                if (i >= n) continue;
+                carried[i] = slope.effect(w, i, s.plain, dp, 1, s.turned, 1, np, s.mass[i]) * s.scale[i];
+                if (a->mean) carried[i] -= a->d_log_total[row * n + i];
             }
+        // Between segments the gradients are of the memory; inside, of the sums, whose scale each pass chooses by itself.
+        slope.scale(w, s.scale);
+        for (int i = 0; a->mean && i < n; i++) carried[i] *= s.scale[i];
         while (pieces--) {
             const int64_t from = begins[pieces];
             const int length = lengths[pieces];
-            recall(w, s, starts + pieces * state);
-            w.coefficients(s, from, length);
+            w.piece_at(from - first);
+            const float *K = starts + pieces * sums, *vt = K + np * dp, *mass = vt + ep * np;
             w.tokens(from, length);
-            transpose(PIECE, np, w.c, np, w.cT, PIECE);
+            w.turn(w.keys, w.kb, length, dp, w.kT);
             w.turn(w.values, w.vb, length, ep, vT);
-            transpose(np, ep, s.v, ep, vt, np);
-            transpose(np, ep, dV, ep, dvt, np);
-            const float *last_r = w.r + (length - 1) * np, *last_x = w.x + (length - 1) * np;
-            // Through the memory after the piece.
-            product(length, np, e, w.values, ep, 1, dvt, np, dc, np);
-            product(length, ep, n, w.xc, np, 1, dV, ep, dvb, ep);
-            transpose(np, dp, dK, dp, dkt, np);
-            product<ADD>(length, np, d, w.keys, dp, 1, dkt, np, dc, np);
-            product(length, dp, n, w.xc, np, 1, dK, dp, dkb, dp);
-            if (!a->linear) {
-                w.turn(w.keys, w.kb, length, dp, w.kT);
-                transpose(dp, np, s.kt, np, K, dp);
-            }
+            transpose(piece, np, w.c, np, w.cT, piece);
+            // Through the sums after the piece.
+            float *dk = d == dp ? a->d_k + (row * t + from) * d : dkb, *dv = e == ep ? a->d_v + (row * t + from) * e : dvb;
+            product(n, piece, e, slope.v, ep, 1, vT, piece, dcT, piece);
+            product<true>(n, piece, d, slope.k, dp, 1, w.kT, piece, dcT, piece);
+            transpose(np, piece, dcT, piece, dc, np);
+            product(length, ep, n, w.c, np, 1, slope.v, ep, dv, ep);
+            product(length, dp, n, w.c, np, 1, slope.k, dp, dk, dp);
             for (int i = 0; i < length; i++)
                 for (int j = 0; j < np; j += VL) {
-                    int l = i * np + j;
-                    store(dc + l, (load(dc + l) + load(dmass + j)) * load(last_x + j));
-                    store(u + l, (vec){});
+                    store(dc + i * np + j, load(dc + i * np + j) + load(slope.mass + j));
+                    store(u + i * np + j, (vec){});
                 }
-            for (int i = 0; i < n; i++) {  // from here on the gradients are of the memory before the piece
-                for (int j = 0; j < dp; j += VL) store(dK + i * dp + j, load(dK + i * dp + j) * last_r[i]);
-                for (int j = 0; j < ep; j += VL) store(dV + i * ep + j, load(dV + i * ep + j) * last_r[i]);
-                dmass[i] *= last_r[i];
-            }
             for (int64_t group = 0; group < a->g; group++) {
                 const int64_t at = (row * a->g + group) * t + from;
-                const float *qs = qb;
-                copy_rows(length, e, a->d_out + at * e, gb, ep);
+                const float *qs = a->linear ? padded(length, n, w.q + (group * t + from) * n, scores, np, 0.0f)
+                                            : padded(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
+                const float *gs = padded(length, e, a->d_out + at * e, gb, ep, 0.0f);
+                product(length, np, e, gs, ep, 1, vt, np, y, np);
+                product<false, CORNER>(length, piece, e, gs, ep, 1, vT, piece, outer, piece);
+                lower(outer, length, piece);
+                product<true, LOWER>(length, np, length, outer, piece, 1, w.c, np, y, np);
                 if (a->linear) {
-                    copy_rows(length, n, w.q + (group * t + from) * n, p, np);
-                    denominators(w, s, length, p, den);
-                    for (int i = 0; i < length; i++)
-                        for (int j = 0; j < ep; j += VL) store(gb + i * ep + j, over(load(gb + i * ep + j), den[i]));
-                } else
-                    qs = padded(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
-                product(length, np, e, gb, ep, 1, vt, np, from_k, np);
-                product(length, PIECE, e, gb, ep, 1, vT, PIECE, outer, PIECE);
-                lower(outer, length);
-                product<SET, true>(length, np, length, outer, PIECE, 1, w.c, np, from_piece, np);
-                for (int i = 0; i < length; i++) {
-                    float *pi = p + i * np, *dSi = dS + i * np;
-                    vec dot = {};
-                    if (!a->linear) {
-                        memcpy(pi, a->scores + (at + i) * n, n * 4);
-                        for (int j = n; j < np; j++) pi[j] = -INFINITY;
-                        vec top = splat(-INFINITY), total = {};
-                        for (int j = 0; j < np; j += VL) top = vmax(top, load(pi + j));
-                        float best = highest(top);
-                        if (best == -INFINITY) best = 0;
-                        for (int j = 0; j < np; j += VL) {
-                            vec weight = vexp(load(pi + j) - best);
-                            total += weight;
-                            store(y + i * np + j, weight);
-                        }
-                        float all = sum(total), norm = all == 0 ? 0.0f : 1.0f / all;
-                        for (int j = 0; j < np; j += VL) {
-                            int l = i * np + j;
-                            vec weight = load(y + l) * norm;
-                            vec back = load(w.r + l) * load(from_k + l) + load(w.x + l) * load(from_piece + l);
-                            store(y + l, weight);
-                            store(dSi + j, back);
-                            dot += weight * back;
-                        }
-                        float mean = sum(dot);
-                        for (int j = 0; j < np; j += VL) {
-                            int l = i * np + j;
-                            vec weight = load(y + l), back = load(dSi + j), slope = weight * (back - mean);
-                            vec effect = weight == (vec){} ? (vec){} : slope * load(pi + j) + weight * back;
-                            store(u + l, load(u + l) + effect);
-                            slope *= a->scale;
-                            store(dSi + j, slope * load(w.r + l));           // to q through the memory before
-                            store(from_k + l, slope * load(w.x + l));       // ... through the piece
-                            store(y + l, weight * load(w.r + l));
-                            store(z + l, weight * load(w.x + l));
-                        }
-                    } else {
-                        // o = f V / den: the denominator is one more column of V, the constant 1.
+                    // o = f V / den: the denominator is one more column of V, the constant 1.
+                    divide(w, mass, length, qs, z, den);
+                    for (int i = 0; i < length; i++) {
                         vec numerator = {};
+                        for (int j = 0; j < np; j += VL) numerator += load(z + i * np + j) * load(y + i * np + j);
+                        const float minus = -sum(numerator), norm = den[i] == 0 ? 0 : 1 / den[i];
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
-                            vec back = load(w.r + l) * load(from_k + l) + load(w.x + l) * load(from_piece + l);
-                            numerator += load(pi + j) * back;
-                            store(dSi + j, back);
-                        }
-                        float down = den[i] == 0 ? 0 : -sum(numerator) / den[i];
-                        for (int j = 0; j < np; j += VL) {
-                            int l = i * np + j;
-                            vec f = load(pi + j);
-                            vec ones = load(w.r + l) * load(s.mass + j) + load(w.x + l) * load(w.cumulative + l);
-                            vec back = load(dSi + j) + ones * down;
+                            vec ones = load(mass + j) + load(w.cumulative + l);
+                            vec both = load(y + l) + ones * minus;
+                            vec back = both * load(w.x + l) * norm;
                             if (w.masked()) back = load(w.allow + l) == (vec){} ? back : (vec){};
-                            store(u + l, load(u + l) + f * back);
-                            store(y + l, f * load(w.r + l));
-                            store(z + l, f * load(w.x + l));
-                            store(dSi + j, back);
+                            store(u + l, load(u + l) + load(z + l) * both);
+                            store(y + l, back);
+                            store(slope.mass + j, load(slope.mass + j) + load(z + l) * minus);
                         }
-                        memcpy(a->d_q + (at + i) * n, dSi, n * 4);
-                        for (int j = 0; j < np; j += VL) store(dmass + j, load(dmass + j) + load(y + i * np + j) * down);
-                        for (int j = 0; j <= i; j++) outer[i * PIECE + j] += down;
+                        memcpy(a->d_q + (at + i) * n, y + i * np, n * 4);
+                        for (int j = 0; j <= i; j++) outer[i * piece + j] += minus;
                     }
+                } else {
+                    const float *found = w.recover(length, a->scores + at * n, lse + at, scores, z);
+                    w.back(length, found, z, y, w.x, u);
                 }
-                product<ADD>(n, ep, length, y, 1, np, gb, ep, dV, ep);
-                product(length, PIECE, n, z, np, 1, w.cT, PIECE, mix, PIECE);
-                lower(mix, length);
-                product<ADD>(length, ep, length, mix, 1, PIECE, gb, ep, dvb, ep);
-                product<ADD>(length, np, length, outer, 1, PIECE, z, np, dc, np);
+                product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
+                product<false, CORNER>(length, piece, n, z, np, 1, w.cT, piece, mix, piece);
+                lower(mix, length, piece);
+                product<true, UPPER>(length, ep, length, mix, 1, piece, gs, ep, dv, ep);
+                product<true, UPPER>(length, np, length, outer, 1, piece, z, np, dc, np);
                 if (a->linear) continue;
-                product(length, PIECE, d, qs, dp, 1, w.kT, PIECE, pairs, PIECE);
-                lower(pairs, length);
-                product<ADD>(length, np, length, pairs, 1, PIECE, from_k, np, dc, np);
-                product(length, dp, n, dS, np, 1, K, dp, dqb, dp);
-                product<ADD>(n, dp, length, dS, 1, np, qs, dp, dK, dp);
-                product(length, PIECE, n, from_k, np, 1, w.cT, PIECE, mix, PIECE);
-                lower(mix, length);
-                product<ADD, true>(length, dp, length, mix, PIECE, 1, w.keys, dp, dqb, dp);
-                product<ADD>(length, dp, length, mix, 1, PIECE, qs, dp, dkb, dp);
-                for (int i = 0; i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
+                product<false, CORNER>(length, piece, d, qs, dp, 1, w.kT, piece, pairs, piece);
+                lower(pairs, length, piece);
+                product<true, UPPER>(length, np, length, pairs, 1, piece, y, np, dc, np);
+                float *to = d == dp ? a->d_q + at * d : dqb;
+                product(length, dp, n, y, np, 1, K, dp, to, dp);
+                product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);
+                product<false, CORNER>(length, piece, n, y, np, 1, w.cT, piece, mix, piece);
+                lower(mix, length, piece);
+                product<true, LOWER>(length, dp, length, mix, piece, 1, w.keys, dp, to, dp);
+                product<true, UPPER>(length, dp, length, mix, 1, piece, qs, dp, dk, dp);
+                for (int i = 0; to == dqb && i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
             }
             const int64_t at = row * t + from;
             for (int i = 0; i < length; i++) {
-                memcpy(a->d_k + (at + i) * d, dkb + i * dp, d * 4);
-                memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
+                if (dk == dkb) memcpy(a->d_k + (at + i) * d, dkb + i * dp, d * 4);
+                if (dv == dvb) memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
             }
-            // To the shares. from_k, from_piece and z are free again.
-            float *later = from_k, *grad = from_piece;
+            // To the shares.
             if (a->mean) {
-                for (int j = 0; j < np; j++) later[j] = last_x[j] * (float)carried[j];
+                for (int j = 0; j < np; j++) later[j] = (float)carried[j];
+                for (int j = 0; j < np; j += VL) {
+                    vec before = load(later + j), here = {};
+                    for (int l = (length - 1) * np + j; l >= 0; l -= np) {
+                        here += load(w.x + l) * load(u + l);
+                        store(dc + l, load(w.c + l) * (load(dc + l) - (before + here)));
+                    }
+                    store(later + j, here);
+                }
+                for (int j = 0; j < np; j++) carried[j] = (carried[j] + later[j]) * w.shrink[j];
+            } else
                 for (int i = length - 1; i >= 0; i--)
                     for (int j = 0; j < np; j += VL) {
                         int l = i * np + j;
-                        vec effect = load(later + j) + load(w.x + l) * load(u + l);
-                        store(later + j, effect);
-                        store(grad + l, load(w.c + l) * (load(dc + l) - effect));
-                        store(u + l, load(u + l) * load(w.r + l));
+                        store(u + l, load(u + l) - load(w.c + l) * load(dc + l));
+                        store(dc + l, load(dc + l) * load(w.inverse + l));
                     }
-                for (int j = 0; j < np; j++) carried[j] *= last_r[j];
-                for (int i = 0; i < length; i++)
-                    for (int j = 0; j < np; j++) carried[j] += u[i * np + j];
-            } else {
-                for (int l = 0; l < length * np; l += VL) {
-                    store(grad + l, load(dc + l) * load(w.inverse + l));
-                    store(u + l, load(u + l) - load(w.c + l) * load(dc + l));
+            for (int i = length - 1; w.ld && i >= 0; i--)
+                for (int j = 0; j < n; j++) {
+                    carried[j] += u[i * np + j];
+                    const size_t at_slot = (from + i) * n + j;
+                    a->d_log_decay[row * t * n + at_slot] = w.ld[at_slot] == -INFINITY ? 0.0f : (float)carried[j];
                 }
-                for (int i = length - 1; w.ld && i >= 0; i--)
-                    for (int j = 0; j < n; j++) {
-                        carried[j] += u[i * np + j];
-                        size_t at_slot = (from + i) * n + j;
-                        a->d_log_decay[row * t * n + at_slot] = w.ld[at_slot] == -INFINITY ? 0.0f : (float)carried[j];
-                    }
-            }
-            for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, grad + i * np, n * 4);
+            for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, dc + i * np, n * 4);
+            slope.scale(w, w.shrink);  // from here on the gradients are of the sums before the piece
+        }
+        slope.scale(w, unscale);
+        for (int i = 0; a->mean && i < n; i++) carried[i] *= unscale[i];
+    }
+    if (a->mean) {
+        recall(w, s, a->checkpoints + row * segments * carry_floats(w));
+        for (int i = 0; i < n; i++) {
+            const double effect = slope.effect(w, i, s.plain, dp, 1, s.turned, 1, np, s.mass[i]) * s.scale[i];
+            a->d_log_total[row * n + i] = s.total[i] == 0 ? 0.0 : effect - carried[i];
         }
     }
-    recall(w, s, a->checkpoints + row * segments * state);
-    for (int i = 0; i < n; i++) {
-        double dot = (double)dmass[i] * s.mass[i];
-        for (int j = 0; j < d; j++) dot += (double)dK[i * dp + j] * s.kt[j * np + i];
-        for (int j = 0; j < e; j++) dot += (double)dV[i * ep + j] * s.v[i * ep + j];
-        if (a->mean) a->d_log_total[row * n + i] = s.total[i] == 0 ? 0.0 : dot - carried[i];
-        for (int j = 0; j < d; j++) a->d_memory_k[(row * n + i) * d + j] = dK[i * dp + j];
-        for (int j = 0; j < e; j++) a->d_memory_v[(row * n + i) * e + j] = dV[i * ep + j];
-        a->d_mass[row * n + i] = dmass[i];
+    slope.leave(w, row);
+}
+
+// ... and where the pass was not causal: the queries first, then the tokens, each of which had the share
+// exp(logit - log_total) of its slot.
+static void backward_whole(const Args *a, int64_t row, float *scratch) {
+    Row w;
+    w.begin(a, row, scratch);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
+    const float *mk = a->memory_k + row * n * d, *mv = a->memory_v + row * n * e;
+    const float *lse = a->scores + a->rows * a->g * a->queries * n;
+    float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *scores = w.take(piece * np);
+    float *y = w.take(piece * np), *z = w.take(piece * np), *dqb = w.take(piece * dp), *dvb = w.take(piece * ep);
+    float *K = w.take(np * dp), *V = w.take(np * ep), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
+    float *total = w.take(np), *rest = w.take(np), *effects = w.take(np);
+    copy_rows(n, d, mk, K, dp), copy_rows(n, e, mv, V, ep);
+    memset(K + n * dp, 0, (size_t)(np - n) * dp * 4), memset(V + n * ep, 0, (size_t)(np - n) * ep * 4);
+    transpose(np, ep, V, ep, vt, np);
+    Slope slope;
+    slope.enter(w, row);
+    for (int64_t group = 0; group < a->g; group++)
+        for (int64_t from = 0; from < a->queries; from += piece) {
+            const int length = (int)(a->queries - from < piece ? a->queries - from : piece);
+            const int64_t at = (row * a->g + group) * a->queries + from;
+            const float *qs = padded(length, d, w.q + (group * a->queries + from) * d, qb, dp, 0.0f);
+            const float *gs = padded(length, e, a->d_out + at * e, gb, ep, 0.0f);
+            product(length, np, e, gs, ep, 1, vt, np, y, np);
+            const float *found = w.recover(length, a->scores + at * n, lse + at, scores, z);
+            w.back(length, found, z, y, nullptr, nullptr);
+            float *to = d == dp ? a->d_q + at * d : dqb;
+            product(length, dp, n, y, np, 1, K, dp, to, dp);
+            product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);
+            product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
+            for (int i = 0; to == dqb && i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
+        }
+    for (int i = 0; i < np; i++) {
+        const double logarithm = i < n && a->log_total[row * n + i] > -INFINITY ? a->log_total[row * n + i] : 0.0;
+        total[i] = (float)logarithm, rest[i] = (float)(logarithm - total[i]);
+        effects[i] = 0;
+        if (i < n) effects[i] = (float)(slope.effect(w, i, mk, d, 1, mv, e, 1, a->mass[row * n + i]) - a->d_log_total[row * n + i]);
     }
+    transpose(np, dp, slope.k, dp, dkt, np);
+    transpose(np, ep, slope.v, ep, dvt, np);
+    for (int64_t from = 0; from < a->t; from += piece) {
+        const int length = (int)(a->t - from < piece ? a->t - from : piece);
+        const int64_t at = row * a->t + from;
+        w.tokens(from, length);
+        product(length, np, d, w.keys, dp, 1, dkt, np, y, np);
+        product<true>(length, np, e, w.values, ep, 1, dvt, np, y, np);
+        const float *logs = padded(length, n, w.phi + from * n, z, np, -INFINITY);
+        for (int i = 0; i < length; i++)
+            for (int j = 0; j < np; j += VL) {
+                int l = i * np + j;
+                vec share = vexp(load(logs + l) - load(total + j) - load(rest + j));
+                store(y + l, share * (load(y + l) + load(slope.mass + j) - load(effects + j)));
+                store(z + l, share);
+            }
+        float *dk = d == dp ? a->d_k + at * d : dqb, *dv = e == ep ? a->d_v + at * e : dvb;
+        product(length, dp, n, z, np, 1, slope.k, dp, dk, dp);
+        product(length, ep, n, z, np, 1, slope.v, ep, dv, ep);
+        for (int i = 0; i < length; i++) {
+            memcpy(a->d_phi + (at + i) * n, y + i * np, n * 4);
+            if (dk == dqb) memcpy(a->d_k + (at + i) * d, dqb + i * dp, d * 4);
+            if (dv == dvb) memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
+        }
+    }
+    for (int i = 0; i < n; i++) {  // what was there before had its share too
+        const int64_t slot = row * n + i;
+        const double before = a->old_total[slot], after = a->log_total[slot];
+        total[i] = before == -INFINITY ? 0.0f : (float)exp(before - after);
+        const double effect = slope.effect(w, i, a->old_k + row * n * d, d, 1, a->old_v + row * n * e, e, 1, a->old_mass[slot]);
+        a->d_log_total[slot] = total[i] * (effect - effects[i]);
+    }
+    slope.scale(w, total);
+    slope.leave(w, row);
 }

@@ -8,19 +8,24 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from abc_attn.core import Memory, Write, query_scale
 
-_SIZES = ("rows", "g", "t", "n", "d", "e", "mean", "linear", "mask_empty", "backward", "threads")
+_SIZES = ("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_empty", "causal", "backward", "threads")
 _POINTERS = (
     *("q", "k", "v", "phi", "log_decay", "readable", "old_k", "old_v", "old_mass", "old_used", "old_total"),
     *("memory_k", "memory_v", "mass", "used", "log_total"),
     *("out", "scores", "checkpoints"),
     *("d_out", "d_memory_k", "d_memory_v", "d_mass", "d_log_total", "d_q", "d_k", "d_v", "d_phi", "d_log_decay"),
 )
+
+
+_BEFORE = ("old_k", "old_v", "old_mass", "old_total")
+_AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
 class _Args(ctypes.Structure):  # struct Args of native.cpp
@@ -72,7 +77,7 @@ def native(
 ) -> tuple[Tensor, Memory]:
     """Causal attention: arguments and results of core.reference (without dropout)."""
     assert dropout == 0
-    options = (False, linear, mask_empty, query_scale(q, scale))
+    options = (False, linear, mask_empty, True, query_scale(q, scale))
     out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
     return out, memory
 
@@ -84,11 +89,14 @@ def native_mean(
     log_weights: Tensor,
     memory: Memory,
     log_total: Tensor,
+    *,
+    causal: bool,
     mask_empty: bool,
     scale: float | None,
 ) -> tuple[Tensor, Memory, Tensor]:
-    """normaliser.running_mean and core.reference in one: each slot the weighted mean of the tokens so far."""
-    options = (True, False, mask_empty, query_scale(q, scale))
+    """Each slot the weighted mean of the tokens: so far if causal (normaliser.running_mean and core.reference in one), of
+    all of them if not (running_mean, core.write and core.read in one)."""
+    options = (True, False, mask_empty, causal, query_scale(q, scale))
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
 
 
@@ -104,13 +112,14 @@ def _run(
     mean: bool,
     linear: bool,
     mask_empty: bool,
+    causal: bool,
     scale: float,
 ) -> tuple[Tensor, Memory, Tensor]:
     inputs = (q.to(v.dtype), k, v, phi, log_decay, readable, *memory, log_total)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
-    out, mk, mv, mass, used, total, _, _ = run(*inputs, mean, linear, mask_empty, scale, saves)
+    out, mk, mv, mass, used, total, _, _ = run(*inputs, mean, linear, mask_empty, causal, scale, saves)
     return out, Memory(mk, mv, mass, used), total
 
 
@@ -129,6 +138,7 @@ def _forward_now(
     mean: bool,
     linear: bool,
     mask_empty: bool,
+    causal: bool,
     scale: float,
     saves: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -136,9 +146,9 @@ def _forward_now(
     tensors |= _contiguous(old_k=memory_k, old_v=memory_v, old_mass=mass, old_used=used, old_total=log_total)
     after = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
     state = {name: None if x is None else x.new_empty(x.shape) for name, x in after.items()}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, scale)
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
-    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
+    scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else None
     checkpoints = v.new_empty(_library().abc_checkpoint_floats(ctypes.byref(args))) if saves else None
     _call(args, **tensors, **state, out=out, scores=scores, checkpoints=checkpoints)
     none = v.new_empty(0)
@@ -150,12 +160,12 @@ _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mut
 
 
 @_forward.register_fake
-def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, scale, saves):  # type: ignore[no-untyped-def]
+def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, causal, scale, saves):  # type: ignore[no-untyped-def]
     none = v.new_empty(0)
-    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
+    scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
-    floats = _library().abc_checkpoint_floats(ctypes.byref(_arguments(q, k, v, phi, mean, linear, mask_empty, scale)))
+    floats = _library().abc_checkpoint_floats(ctypes.byref(_arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)))
     return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, scores, v.new_empty(floats if saves else 0)
 
 
@@ -167,6 +177,8 @@ def _backward(
     phi: Tensor,
     log_decay: Tensor | None,
     readable: Tensor | None,
+    before: Sequence[Tensor],
+    after: Sequence[Tensor],
     scores: Tensor,
     checkpoints: Tensor,
     d_out: Tensor,
@@ -177,6 +189,7 @@ def _backward(
     mean: bool,
     linear: bool,
     mask_empty: bool,
+    causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable, d_out=d_out)
@@ -184,35 +197,39 @@ def _backward(
     d_log_total = _copy(d_log_total)
     d_decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
     found = {f"d_{name}": v.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v), ("phi", phi))}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, scale)
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
     args.backward = 1
     saved = {"scores": scores, "checkpoints": checkpoints}
+    tensors |= _contiguous(**dict(zip(_BEFORE, before, strict=False)), **dict(zip(_AFTER, after, strict=False)))
     _call(args, **tensors, **saved, **state, d_log_total=d_log_total, **found, d_log_decay=d_decay)
     return *found.values(), d_decay, *state.values(), d_log_total  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(q, k, v, phi, log_decay, readable, scores, checkpoints, d_out, *state):  # type: ignore[no-untyped-def]
+def _(q, k, v, phi, log_decay, readable, before, after, scores, checkpoints, d_out, *state):  # type: ignore[no-untyped-def]
     decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
     return *(v.new_empty(x.shape) for x in (q, k, v, phi)), decay, *(x.new_empty(x.shape) for x in state[:4])
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, phi, log_decay, readable, _, _, _, _, log_total, *ctx.options, _ = inputs
-    _, _, _, _, used, _, scores, checkpoints = output
+    *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, _ = inputs
+    _, *after, used, total, scores, checkpoints = output
     ctx.mark_non_differentiable(used, scores, checkpoints)
-    ctx.has_total = log_total is not None
-    ctx.save_for_backward(q, k, v, phi, log_decay, readable, scores, checkpoints)
+    ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale)
+    # A causal pass goes back from its checkpoints, one that is not from the memory before and after.
+    memories = () if causal else (mk, mv, mass, log_total, *after, total)
+    ctx.save_for_backward(*tokens, scores, checkpoints, *memories)
 
 
 def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, *_):  # type: ignore[no-untyped-def]
-    q, k, v, phi, log_decay, readable, scores, checkpoints = ctx.saved_tensors
+    *tokens, scores, checkpoints = ctx.saved_tensors[:8]
+    memories, v, log_decay = ctx.saved_tensors[8:], tokens[2], tokens[4]
     d_total = d_total if ctx.has_total else v.new_zeros(1, dtype=torch.float64)
     d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(
-        q, k, v, phi, log_decay, readable, scores, checkpoints, d_out, d_mk, d_mv, d_mass, d_total, *ctx.options
+        *tokens, memories[:4], memories[4:], scores, checkpoints, d_out, d_mk, d_mv, d_mass, d_total, *ctx.options
     )
     decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
-    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, None, None, None, None, None
+    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, None, None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
@@ -224,14 +241,13 @@ def _library() -> ctypes.CDLL:
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, phi: Tensor, mean: bool, linear: bool, mask_empty: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, phi: Tensor, mean: bool, linear: bool, mask_empty: bool, causal: bool, scale: float
 ) -> _Args:
     b, h, t, d = k.shape
     n, e = phi.shape[-1], v.shape[-1]
-    flags = {"mean": mean, "linear": linear, "mask_empty": mask_empty, "backward": 0}
-    return _Args(
-        rows=b * h, g=q.shape[1] // h, t=t, n=n, d=d, e=e, threads=torch.get_num_threads(), scale=scale, **flags
-    )
+    sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": n, "d": d, "e": e, "queries": q.shape[2]}
+    flags = {"mean": mean, "linear": linear, "mask_empty": mask_empty, "causal": causal, "backward": 0}
+    return _Args(**sizes, **flags, threads=torch.get_num_threads(), scale=scale)
 
 
 def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
