@@ -23,6 +23,7 @@ from abc_attn.core import (
     write,
 )
 from abc_attn.kernels import check_backend, mean_attention, scan
+from abc_attn.kernels.banded import banded
 
 
 class BoundedAttention(nn.Module):
@@ -154,6 +155,12 @@ class BoundedAttention(nn.Module):
             assert inner is not None
             out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=True, **options)
             return out, State(memory, (log_total,), length, self._described)
+        band = self.control.band() if self.causal and self.backend != "reference" else None
+        if band is not None and band.window:
+            assert inner is not None
+            asked = {name: options[name] for name in ("scale", "key_padding_mask", "dropout")}
+            out, memory, inner, readable = banded(q, k, v, band, memory, inner[0], **asked)
+            return out, State(memory, inner, length, self._described, readable)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys

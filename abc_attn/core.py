@@ -28,6 +28,22 @@ class Write(NamedTuple):
     readable: Tensor | None = None  # b h t n   bool: which slots query t may read; None means all
 
 
+class Band(NamedTuple):
+    """What a causal control reads that keeps tokens as they are, in the order of its memory's rows.
+
+    The first `sinks` tokens; then of the others a ring with the last `window`, every `dilation`-th seen from the query
+    (each residue of the position has a queue of `window` rows).
+    """
+
+    sinks: int = 0
+    window: int = 0
+    dilation: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.sinks + self.window * self.dilation
+
+
 class Memory(NamedTuple):
     """The bounded memory. Its size never depends on t."""
 
@@ -158,6 +174,12 @@ def memory_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
+def working_dtype(k: Tensor, v: Tensor, memory: Memory | None) -> torch.dtype:
+    """That of the widest of the inputs and the memory they are written to."""
+    dtype = torch.promote_types(memory_dtype(k), v.dtype)
+    return dtype if memory is None else torch.promote_types(dtype, memory.v.dtype)
+
+
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: the memory is never summed in half precision."""
     kind = like.device.type
@@ -224,8 +246,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Write, Memory]:
     """Full size, full precision, and padding that neither writes nor decays."""
     b, h, t, _ = k.shape
-    dtype = torch.promote_types(memory_dtype(k), v.dtype)
-    dtype = dtype if memory is None else torch.promote_types(dtype, memory.v.dtype)
+    dtype = working_dtype(k, v, memory)
     phi, log_decay, readable = (
         None if part is None else part.expand(b, h, t, part.shape[-1])
         for part in (write.phi, write.log_decay, write.readable)

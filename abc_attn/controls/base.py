@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from abc_attn.core import Write
+from abc_attn.core import Band, Write
 
 InnerState = tuple[Tensor, ...] | None
 
@@ -71,6 +71,10 @@ class Control(nn.Module):
 
     def log_weights(self, x: Tensor) -> Tensor | None:
         """log w, `b h t n`, of a control that is a running mean and no more: one kernel then does it all."""
+        return None
+
+    def band(self) -> Band | None:
+        """Which tokens a causal query reads, of a control that keeps tokens as they are and no more."""
         return None
 
     def features(self, q: Tensor) -> Tensor:
@@ -311,6 +315,12 @@ class Composition(Control):
                 holds = (decided[i][0].phi != 0).any(-1).any(1).expand(x.shape[:2])
                 held = holds if held is None else held | holds
         return _side_by_side([write for write, _ in decided]), tuple(t for _, own in decided for t in own or ())
+
+    def band(self) -> Band | None:
+        match [part.band() for part in self.parts]:
+            case [Band(sinks, 0), Band(0, window, 1)]:
+                return Band(sinks, window)
+        return None
 
     def features(self, q: Tensor) -> Tensor:
         return torch.cat([part.features(q) for part in self.parts], dim=-1)

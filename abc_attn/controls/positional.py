@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls.base import Control, InnerState, register_control
-from abc_attn.core import Write
+from abc_attn.core import Band, Write
 
 
 def count_positions(count: Tensor, key_padding_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,6 +78,9 @@ class Window(Positional):
     mask_empty = True
     skips_held = True
 
+    def band(self) -> Band | None:
+        return Band(window=self.slots) if type(self) is Window else None  # a subclass may decide otherwise
+
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         # The read ignores the order of slots, so the ring is the paper's upper shift matrix U.
         phi = into_slot(position % self.slots, self.slots, like)
@@ -98,6 +101,11 @@ class Dilated(Positional):
     @property
     def rows(self) -> int:
         return self.slots * self.dilation
+
+    def band(self) -> Band | None:
+        if type(self) is not Dilated or self.dilation == 1:  # then `window` is the control to ask for
+            return None
+        return Band(window=self.slots, dilation=self.dilation)
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         residue = position % self.dilation
@@ -130,6 +138,10 @@ class Global(Positional):
                 raise ValueError(f"positions must be 1 to {slots} (the slots) whole numbers from 0, got {positions!r}")
         self.positions = positions
         self.every = None if every is None else at_least(1, every=every)
+
+    def band(self) -> Band | None:
+        first = self.positions is None and self.every is None
+        return Band(sinks=self.slots) if first and type(self) is Global else None
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         if self.positions is not None:
