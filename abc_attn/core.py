@@ -96,6 +96,7 @@ def read(
     `mask_empty` leaves out the slots that are not `used`; a query that may read no slot gets zeros. q is scaled by
     d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Dropout falls on the read weights.
     """
+    check_memory(memory)
     check_queries(q, memory.k, memory.v, memory.k.shape[2], linear)
     with full_precision(q):
         grouped = group_heads(q, memory.k.shape[1]).flatten(2, 3).to(memory.v.dtype)  # every group reads alike
@@ -185,6 +186,11 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     kind = like.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else nullcontext()
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a decision may rest on what x holds: not where a graph is traced, nor on the meta device."""
+    return not torch.compiler.is_compiling() and x.device.type != "meta"
 
 
 def query_scale(q: Tensor, scale: float | None) -> float:
@@ -282,6 +288,8 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
         raise ValueError(f"k and v must share batch, heads and tokens, got {tuple(k.shape)} and {tuple(v.shape)}")
     if not (k.is_floating_point() and v.is_floating_point() and write.phi.is_floating_point()):
         raise TypeError(f"k, v and phi must be floating point, got {k.dtype}, {v.dtype} and {write.phi.dtype}")
+    if write.log_decay is not None and not write.log_decay.is_floating_point():
+        raise TypeError(f"write.log_decay must be floating point, got {write.log_decay.dtype}")
     if write.readable is not None and write.readable.dtype != torch.bool:
         raise TypeError(f"write.readable must be bool, got {write.readable.dtype}")
     n = write.phi.shape[-1]
@@ -296,16 +304,23 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
                 f"got {tuple(part.shape)}"
             )
     if memory is not None:
-        if not isinstance(memory, Memory):
-            raise TypeError(f"memory must be a Memory, got {type(memory).__name__}")
+        check_memory(memory)
         expected = ((b, h, n, d), (b, h, n, v.shape[-1]), (b, h, n), (b, h, n))
         for field, part, shape in zip(Memory._fields, memory, expected, strict=True):
             if part.shape != shape:
                 raise ValueError(f"memory.{field} must have shape {shape} for these inputs, got {tuple(part.shape)}")
-            if (part.dtype == torch.bool) != (field == "used"):
-                accepted = "bool" if field == "used" else "floating point"
-                raise TypeError(f"memory.{field} must be {accepted}, got {part.dtype}")
     check_padding(key_padding_mask, b, t)
+
+
+def check_memory(memory: Memory) -> None:
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory must be a Memory, as write and scan return it, got {type(memory).__name__}")
+    for field, part in memory._asdict().items():
+        fits = isinstance(part, Tensor) and (part.dtype == torch.bool if field == "used" else part.is_floating_point())
+        if not fits:
+            accepted = "bool" if field == "used" else "floating point"
+            given = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"memory.{field} must be a {accepted} Tensor, got {given}")
 
 
 def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
@@ -367,6 +382,9 @@ class State(NamedTuple):
 
     def reorder(self, index: Tensor) -> State:
         """The state whose row i is this one's row index[i] (beam search); index may repeat or drop rows."""
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+            shown = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+            raise TypeError(f"index must be a Tensor of int64 with one axis, a row for each new row, got {shown}")
         return self._map(lambda part: part.index_select(0, index.to(part.device)))
 
     def to(self, *args: Any, **kwargs: Any) -> State:
@@ -410,7 +428,7 @@ class State(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
-        """Read what `save` wrote; anything else, and any state with a NaN in it, is refused."""
+        """Read what `save` wrote; anything else, and any state with a NaN or an infinite memory, is refused."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -452,6 +470,8 @@ class State(NamedTuple):
                 )
             if part.is_floating_point() and bool(part.isnan().any()):
                 raise ValueError(f"{path}: {name} contains NaN; a state must be finite to be continued")
+            if not name.startswith("inner") and bool(part.isinf().any()):  # an empty sum's logarithm is -inf
+                raise ValueError(f"{path}: {name} contains inf; a state must be finite to be continued")
         return state
 
 

@@ -81,8 +81,12 @@ def mlp_attention(
     The sum runs over the prefix if `causal` (each slot is a running mean), over all tokens if not (then q may have any
     number of tokens). The state is opaque: pass it back to continue.
     """
-    if state is not None and (isinstance(state, Memory) or len(state) != 2):
-        raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}")
+    match state:
+        case None | (Memory(), Tensor()):
+            pass
+        case _:
+            parts = f" of {', '.join(type(part).__name__ for part in state)}" if type(state) is tuple else ""
+            raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}{parts}")
     check_keys(k, v, Write(logits), None, key_padding_mask)
     b, h, t, n = (*k.shape[:3], logits.shape[-1])
     memory, log_total = (None, empty_total(b, h, n, k)) if state is None else state
