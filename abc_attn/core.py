@@ -10,7 +10,6 @@ Queries may have more heads than keys (grouped heads): query head i reads the me
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from abc_attn.files import whole_file
 
 
 class Write(NamedTuple):
@@ -404,27 +405,17 @@ class State(NamedTuple):
         return sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in self._tensors().values())}.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; under a temporary name first, so a reader never sees half of one."""
+        """Write a safetensors file, whole or not at all."""
         from safetensors.torch import save_file
 
-        path = Path(path)
         metadata = {"format": _FORMAT, "version": _VERSION, "control": self.control, "cross": str(self.cross)}
         metadata["inner"] = "none" if self.inner is None else str(len(self.inner))
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with whole_file(path) as temporary:
             save_file(
                 {name: part.detach().contiguous().clone() for name, part in self._tensors().items()},
                 temporary,
                 metadata,
             )
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # as any new file: a temporary one is its owner's alone
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
