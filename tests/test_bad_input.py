@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -366,6 +370,30 @@ CALLING = {
 @parametrised(CALLING)
 def test_calling(call, given, accepted):
     refuses(call, given, accepted)
+
+
+# Backends
+
+
+def test_native_by_name_is_native_or_an_error(monkeypatch):
+    monkeypatch.setattr("abc_attn.kernels.LIBRARY", "no C++ compiler was found")
+    for call in (
+        lambda: attn(backend="native"),
+        lambda: scan(q, k, v, phi(), backend="native"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'native' is not to be had here: no C\+\+ compiler was found. Take 'auto'"
+        ):
+            call()
+    attn(causal=True)(tokens())
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error():
+    environment = os.environ | {"ABC_ATTN_BACKEND": "tourch"}
+    code = [sys.executable, "-c", "import abc_attn.kernels"]
+    said = subprocess.run(code, env=environment, check=False, capture_output=True, text=True)
+    assert "ValueError: ABC_ATTN_BACKEND must be 'torch'" in said.stderr
+    assert "got 'tourch'" in said.stderr
 
 
 # Files

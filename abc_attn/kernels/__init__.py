@@ -156,9 +156,14 @@ def mean_attention(
 
 
 def check_backend(backend: str) -> None:
-    """An unknown backend is an error that lists the known ones."""
+    """An unknown backend is an error that lists the known ones; so is one that was asked for and is not there."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
+    if backend == "native" and isinstance(LIBRARY, str):
+        raise ValueError(
+            f"backend 'native' is not to be had here: {LIBRARY}. Take 'auto', or install again with a C++ compiler and "
+            "without ABC_ATTN_BACKEND"
+        )
 
 
 def describe_backend() -> tuple[str, str]:
