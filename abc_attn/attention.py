@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from abc_attn.controls import Control, make_control
+from abc_attn.controls import CONTROLS, Control, make_control
+from abc_attn.controls.base import at_least
 from abc_attn.controls.offline import Packed
 from abc_attn.controls.positional import Softmax
 from abc_attn.core import (
@@ -23,6 +24,7 @@ from abc_attn.core import (
     write,
 )
 from abc_attn.kernels import check_backend, mean_attention, scan
+from abc_attn.kernels.banded import banded
 
 
 class BoundedAttention(nn.Module):
@@ -52,9 +54,17 @@ class BoundedAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         context_dim = embed_dim if context_dim is None else context_dim
-        if num_heads < 1 or embed_dim % num_heads:
+        sizes = {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "context_dim": context_dim,
+        }
+        for name, size in sizes.items():
+            at_least(1, **{name: size})
+        if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}"
             )
@@ -76,6 +86,11 @@ class BoundedAttention(nn.Module):
             self._check_shared(control, slots, site, control_options)
             self.control = control
         else:
+            packs = isinstance(control, str) and issubclass(CONTROLS.get(control.partition(":")[0], Control), Packed)
+            if (
+                packs and context_dim != embed_dim
+            ):  # P is the queries' side's, like what is made of it for the next layer
+                control_options = {"packed_dim": embed_dim} | control_options
             self.control = make_control(control, slots, **site, **control_options)
         # What its states look like, asked for at every step, so found out once.
         self._described = self.control.describe()
@@ -154,6 +169,12 @@ class BoundedAttention(nn.Module):
             assert inner is not None
             out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=True, **options)
             return out, State(memory, (log_total,), length, self._described)
+        band = self.control.band() if self.causal and self.backend != "reference" else None
+        if band is not None and band.window:
+            assert inner is not None
+            asked = {name: options[name] for name in ("scale", "key_padding_mask", "dropout")}
+            out, memory, inner, readable = banded(q, k, v, band, memory, inner[0], **asked)
+            return out, State(memory, inner, length, self._described, readable)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
@@ -165,7 +186,8 @@ class BoundedAttention(nn.Module):
         state = State(memory, inner, length, self._described, readable)
         if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
             heads = memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
-            state = state._replace(packed=self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype)))
+            packed = self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype))
+            state = state._replace(packed=packed.masked_fill((length == 0)[:, None, None], 0))
         return self._read(q, state), state
 
     def _read(self, q: Tensor, state: State) -> Tensor:
@@ -290,7 +312,10 @@ class BoundedAttention(nn.Module):
                 raise ValueError(
                     f"below= is for controls carried by depth (luna, workspace), not {self.control.title()}"
                 )
-            expected = (len(x), self.control.slots, self.control.embed_dim)
+            if not isinstance(below, Tensor) or not below.is_floating_point():
+                given = below.dtype if isinstance(below, Tensor) else type(below).__name__
+                raise TypeError(f"below must be a floating point Tensor, the state.packed of a layer, got {given}")
+            expected = (len(x), *self.control.packed.shape)
             if below.shape != expected:
                 raise ValueError(f"below must have shape {expected} (batch, slots, width), got {tuple(below.shape)}")
             if state is not None:
@@ -333,6 +358,11 @@ class BoundedAttention(nn.Module):
                 raise ValueError(
                     f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}"
                 )
+        if isinstance(control, Packed) and control.packed.shape[1] != self.embed_dim:
+            raise ValueError(
+                f"the control passed in packs into a width of {control.packed.shape[1]}, this attention's is "
+                f"{self.embed_dim}; build it with packed_dim={self.embed_dim}"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, causal={self.causal}"

@@ -9,9 +9,10 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
+
+from abc_attn.provenance import installed
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -137,14 +138,6 @@ def add_benchmarks(parser: Parser) -> None:
         kind.add_argument("--output", type=Path, help="folder for JSON, a Markdown table and a plot (default: none)")
 
 
-def installed(distribution: str) -> str:
-    """The version of an installed distribution."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def demo(arguments: argparse.Namespace) -> None:
     """Train five small causal language models that differ in their attention only, on the documentation that ships with
     Python; print their perplexity, decoding speed and state size in one table; write a page with the curves."""
@@ -237,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.run(parsed)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\nabc-attn: interrupted, nothing was written", file=sys.stderr)
+        # The demo writes its page as the last thing it does; a benchmark may have written some of its files.
+        print("\nabc-attn: interrupted" + ", nothing was written" * (parsed.command == "demo"), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `abc-attn controls | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

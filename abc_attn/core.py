@@ -10,7 +10,6 @@ Queries may have more heads than keys (grouped heads): query head i reads the me
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from abc_attn.files import whole_file
+
 
 class Write(NamedTuple):
     """What a control decides for t tokens. The batch and head axes may be 1: the same for every row or head."""
@@ -26,6 +27,22 @@ class Write(NamedTuple):
     phi: Tensor  # b h t n   share of token t entering each slot (any sign)
     log_decay: Tensor | None = None  # b h t n   <= 0, -inf empties the slot; None keeps everything
     readable: Tensor | None = None  # b h t n   bool: which slots query t may read; None means all
+
+
+class Band(NamedTuple):
+    """What a causal control reads that keeps tokens as they are, in the order of its memory's rows.
+
+    The first `sinks` tokens; then of the others a ring with the last `window`, every `dilation`-th seen from the query
+    (each residue of the position has a queue of `window` rows).
+    """
+
+    sinks: int = 0
+    window: int = 0
+    dilation: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.sinks + self.window * self.dilation
 
 
 class Memory(NamedTuple):
@@ -80,6 +97,7 @@ def read(
     `mask_empty` leaves out the slots that are not `used`; a query that may read no slot gets zeros. q is scaled by
     d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Dropout falls on the read weights.
     """
+    check_memory(memory)
     check_queries(q, memory.k, memory.v, memory.k.shape[2], linear)
     with full_precision(q):
         grouped = group_heads(q, memory.k.shape[1]).flatten(2, 3).to(memory.v.dtype)  # every group reads alike
@@ -158,11 +176,22 @@ def memory_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
+def working_dtype(k: Tensor, v: Tensor, memory: Memory | None) -> torch.dtype:
+    """That of the widest of the inputs and the memory they are written to."""
+    dtype = torch.promote_types(memory_dtype(k), v.dtype)
+    return dtype if memory is None else torch.promote_types(dtype, memory.v.dtype)
+
+
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: the memory is never summed in half precision."""
     kind = like.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if on else nullcontext()
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a decision may rest on what x holds: not where a graph is traced, nor on the meta device."""
+    return not torch.compiler.is_compiling() and x.device.type != "meta"
 
 
 def query_scale(q: Tensor, scale: float | None) -> float:
@@ -224,8 +253,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Write, Memory]:
     """Full size, full precision, and padding that neither writes nor decays."""
     b, h, t, _ = k.shape
-    dtype = torch.promote_types(memory_dtype(k), v.dtype)
-    dtype = dtype if memory is None else torch.promote_types(dtype, memory.v.dtype)
+    dtype = working_dtype(k, v, memory)
     phi, log_decay, readable = (
         None if part is None else part.expand(b, h, t, part.shape[-1])
         for part in (write.phi, write.log_decay, write.readable)
@@ -261,6 +289,8 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
         raise ValueError(f"k and v must share batch, heads and tokens, got {tuple(k.shape)} and {tuple(v.shape)}")
     if not (k.is_floating_point() and v.is_floating_point() and write.phi.is_floating_point()):
         raise TypeError(f"k, v and phi must be floating point, got {k.dtype}, {v.dtype} and {write.phi.dtype}")
+    if write.log_decay is not None and not write.log_decay.is_floating_point():
+        raise TypeError(f"write.log_decay must be floating point, got {write.log_decay.dtype}")
     if write.readable is not None and write.readable.dtype != torch.bool:
         raise TypeError(f"write.readable must be bool, got {write.readable.dtype}")
     n = write.phi.shape[-1]
@@ -275,16 +305,23 @@ def check_keys(k: Tensor, v: Tensor, write: Write, memory: Memory | None, key_pa
                 f"got {tuple(part.shape)}"
             )
     if memory is not None:
-        if not isinstance(memory, Memory):
-            raise TypeError(f"memory must be a Memory, got {type(memory).__name__}")
+        check_memory(memory)
         expected = ((b, h, n, d), (b, h, n, v.shape[-1]), (b, h, n), (b, h, n))
         for field, part, shape in zip(Memory._fields, memory, expected, strict=True):
             if part.shape != shape:
                 raise ValueError(f"memory.{field} must have shape {shape} for these inputs, got {tuple(part.shape)}")
-            if (part.dtype == torch.bool) != (field == "used"):
-                accepted = "bool" if field == "used" else "floating point"
-                raise TypeError(f"memory.{field} must be {accepted}, got {part.dtype}")
     check_padding(key_padding_mask, b, t)
+
+
+def check_memory(memory: Memory) -> None:
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory must be a Memory, as write and scan return it, got {type(memory).__name__}")
+    for field, part in memory._asdict().items():
+        fits = isinstance(part, Tensor) and (part.dtype == torch.bool if field == "used" else part.is_floating_point())
+        if not fits:
+            accepted = "bool" if field == "used" else "floating point"
+            given = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"memory.{field} must be a {accepted} Tensor, got {given}")
 
 
 def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
@@ -346,6 +383,9 @@ class State(NamedTuple):
 
     def reorder(self, index: Tensor) -> State:
         """The state whose row i is this one's row index[i] (beam search); index may repeat or drop rows."""
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+            shown = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+            raise TypeError(f"index must be a Tensor of int64 with one axis, a row for each new row, got {shown}")
         return self._map(lambda part: part.index_select(0, index.to(part.device)))
 
     def to(self, *args: Any, **kwargs: Any) -> State:
@@ -365,31 +405,21 @@ class State(NamedTuple):
         return sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in self._tensors().values())}.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; under a temporary name first, so a reader never sees half of one."""
+        """Write a safetensors file, whole or not at all."""
         from safetensors.torch import save_file
 
-        path = Path(path)
         metadata = {"format": _FORMAT, "version": _VERSION, "control": self.control, "cross": str(self.cross)}
         metadata["inner"] = "none" if self.inner is None else str(len(self.inner))
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with whole_file(path) as temporary:
             save_file(
                 {name: part.detach().contiguous().clone() for name, part in self._tensors().items()},
                 temporary,
                 metadata,
             )
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # as any new file: a temporary one is its owner's alone
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
-        """Read what `save` wrote; anything else, and any state with a NaN in it, is refused."""
+        """Read what `save` wrote; anything else, and any state with a NaN or an infinite memory, is refused."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -431,6 +461,8 @@ class State(NamedTuple):
                 )
             if part.is_floating_point() and bool(part.isnan().any()):
                 raise ValueError(f"{path}: {name} contains NaN; a state must be finite to be continued")
+            if not name.startswith("inner") and bool(part.isinf().any()):  # an empty sum's logarithm is -inf
+                raise ValueError(f"{path}: {name} contains inf; a state must be finite to be continued")
         return state
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 import platform
 import re
-import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,8 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,8 +29,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-from abc_attn import BoundedAttention, State, make_control
-from abc_attn.demo_report import Result, note_text, page, table, table_text, write_whole
+from abc_attn import BoundedAttention, State, make_control, provenance
+from abc_attn.demo_report import Result, note_text, page, table, table_text
+from abc_attn.files import whole_file
 
 SPECS = ("softmax", "mlp", "window:16+mlp:16", "linformer", "random")  # softmax first: the others are compared with it
 
@@ -116,8 +113,9 @@ class LanguageModel(nn.Module):
         width, heads = settings.width, settings.heads
         options = {"max_length": settings.length} if spec == "linformer" else {}
         slots = None if spec in ("softmax", "window:16+mlp:16") else settings.slots
+        torch.manual_seed(settings.seed)
         control = make_control(spec, slots, embed_dim=width, num_heads=heads, causal=True, **options)
-        torch.manual_seed(settings.seed)  # here, so that a control with weights does not change how the rest starts
+        torch.manual_seed(settings.seed)  # again, so that a control with weights does not change how the rest starts
         self.embedding = nn.Embedding(settings.vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.5 * width**-0.5)  # positions, twice as loud, are learned first
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
@@ -413,29 +411,18 @@ class Progress:
             print(f"{self.label}: {self.count}/{self.total}, {note}, {seconds}", file=sys.stderr, flush=True)
 
 
-def provenance(settings: Settings, output: Path) -> dict[str, str]:
+def facts_of(settings: Settings, output: Path) -> dict[str, str]:
     """What is needed to get these numbers again."""
-    options = {"--seed": settings.seed, "--steps": settings.steps, "--output": output}
+    options = {"seed": settings.seed, "steps": settings.steps, "output": output}
     facts = {
-        "command": shlex.join(["abc-attn", "demo", *(str(word) for option in options.items() for word in option)]),
-        "versions": f"abc-attn {version('abc-attn')}, torch {torch.__version__}, Python {platform.python_version()}",
-        "machine": f"{_cpu()}, {torch.get_num_threads()} threads",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": provenance.command("demo", options),
+        "versions": f"abc-attn {provenance.installed('abc-attn')}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "machine": f"{provenance.cpu()}, {torch.get_num_threads()} threads",
+        "date": provenance.now(),
     }
-    source = Path(__file__).parents[1]  # only if it is a clone: an installed package may lie in another's repository
-    if (source / ".git").exists() and shutil.which("git"):
-        git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        facts |= {"commit": commit} if commit else {}
-    return facts
-
-
-def _cpu() -> str:
-    try:
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+    commit = provenance.commit()
+    return facts | ({"commit": commit} if commit else {})
 
 
 PROMPT = 'The "while" statement'
@@ -466,6 +453,8 @@ def run_demo(settings: Settings, output: Path) -> list[Result]:
     sample = vocabulary.decode(generate(models[best], prompt, min(80, settings.length - len(prompt)), settings.seed))
     print(f"\n{table_text(rows)}\n\n{textwrap.fill(note, 110)}")
     print(f"\nA sample from {best}, whose memory stayed the same size throughout:\n\n{textwrap.indent(sample, '    ')}")
-    write_whole(output, page(measured, rows, note, f"{best}:\n\n{sample}", provenance(settings, output)))
+    with whole_file(output) as temporary:
+        text = page(measured, rows, note, f"{best}:\n\n{sample}", facts_of(settings, output))
+        Path(temporary).write_text(text, encoding="utf-8")
     print(f"\nThe curves are in {output} ({time.monotonic() - started:.0f} s in all).")
     return measured

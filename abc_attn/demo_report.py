@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 
 
 @dataclass
@@ -175,16 +172,3 @@ Python.</p>
 </body>
 </html>
 """
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name first, so that nobody finds half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp lets nobody else read it
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -45,6 +45,7 @@ VARIANTS = [
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
     Case("window:{n}+mlp:{n}", {"gate": True}),
+    Case("global:3+window:{n}"),
     Case("global:2+window:{n}+random:{n}"),
     Case("global:{n}+compressive:{n}", {"every": 4}),
     Case("dilated:3+linformer:{n}"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -84,6 +88,19 @@ TENSORS = {
         "Memory",
         "state",
     ),
+    "a number for mlp_attention's state": (lambda: mlp_attention(q, k, v, heads(B, H, T, N), 5), "int", "earlier"),
+    "nothing twice for mlp_attention's state": (
+        lambda: mlp_attention(q, k, v, heads(B, H, T, N), (None, None)),
+        "tuple of NoneType, NoneType",
+        "earlier mlp_attention",
+    ),
+    "numbers to read": (lambda: read(q, (1, 2)), "tuple", "Memory"),
+    "numbers in a memory to read": (lambda: read(q, Memory(1, 2, 3, 4)), "memory.k", "floating point Tensor, got int"),
+    "integers for log_decay": (
+        lambda: scan(q, k, v, Write(phi().phi, phi().phi.long())),
+        "torch.int64",
+        "log_decay must be floating point",
+    ),
     "k and v of other lengths": (
         lambda: write(k, heads(B, H, 6, D), phi()),
         "(2, 3, 6, 8)",
@@ -164,8 +181,12 @@ BUILDING = {
     "odd slots for rfa": (lambda: attn("rfa", 5), "got 5", "even"),
     "dpfp slots of no order": (lambda: attn("dpfp", 20), "got 20", "multiple of 16"),
     "dpfp slots of another order": (lambda: attn("dpfp", 16, order=2), "got 16", "32 with order=2"),
+    "half a width": (lambda: attn(embed_dim=24.0), "embed_dim", "whole number from 1, got 24.0"),
+    "heads in fractions": (lambda: attn(num_heads=2.0), "num_heads", "whole number from 1, got 2.0"),
+    "key heads in fractions": (lambda: attn(num_kv_heads=1.0), "num_kv_heads", "whole number from 1, got 1.0"),
+    "heads in fractions for a control": (lambda: control(num_heads=3.0), "num_heads", "whole number from 1, got 3.0"),
     "heads that do not divide": (lambda: attn(num_heads=5), "num_heads=5", "divide embed_dim"),
-    "no heads": (lambda: attn(num_heads=0), "num_heads=0", "divide embed_dim"),
+    "no heads": (lambda: attn(num_heads=0), "num_heads", "from 1, got 0"),
     "key heads that do not divide": (lambda: attn(num_kv_heads=2), "num_kv_heads=2", "num_heads=3"),
     "dropout of 1": (lambda: attn(dropout=1.0), "1.0", "[0, 1)"),
     "causal luna": (lambda: attn("luna", causal=True), "'luna'", "causal=False"),
@@ -175,10 +196,13 @@ BUILDING = {
     "an unknown part": (lambda: attn("window:4+mpl:4"), "'mpl' in 'window:4+mpl:4'", "window"),
     "an empty part": (lambda: attn("window:4+"), "'window:4+'", "window"),
     "a control that is no name": (lambda: attn(7), "int", "'window:32+mlp:32'"),
+    "a control that is none": (lambda: attn(7), "int", "a Control"),
+    "words for a gate": (lambda: attn(gate="no"), "'no'", "True or False"),
+    "words for a gate around": (lambda: attn("window", gate="no"), "'no'", "True or False"),
     "an unknown option": (lambda: attn("mlp", activaton="exp"), "'activaton'", "activation, gate, normalization"),
     "another control's option": (lambda: attn("window", topk=3), "'topk'", "gate"),
     "an option of no part": (lambda: attn("window:4+mlp:4", ratio=3), "'ratio'", "normalization"),
-    "an option where there is none": (lambda: attn("luna", gate=True), "'gate'", "none"),
+    "an option where there is none": (lambda: attn("softmax", gate=True), "'gate'", "none"),
     "an unknown activation": (lambda: attn(activation="tanh"), "'tanh'", "exp, relu, sigmoid"),
     "an unknown normalization": (lambda: attn(normalization="sum"), "'sum'", "mean, write"),
     "dilation 0": (lambda: attn("dilated", dilation=0), "dilation", "from 1, got 0"),
@@ -187,10 +211,15 @@ BUILDING = {
     "no topk": (lambda: attn("workspace", topk=0), "topk", "from 1, got 0"),
     "no length": (lambda: attn("linformer", max_length=0), "max_length", "from 1, got 0"),
     "positions and every": (lambda: attn("global", positions=[1], every=2), "[1] and 2", "positions or every"),
-    "more positions than slots": (lambda: attn("global", 2, positions=[1, 2, 3]), "(1, 2, 3)", "1 to 2"),
-    "a position before the start": (lambda: attn("global", positions=[-1]), "(-1,)", "from 0"),
+    "more positions than slots": (lambda: attn("global", 2, positions=[1, 2, 3]), "[1, 2, 3]", "1 to 2"),
+    "a position before the start": (lambda: attn("global", positions=[-1]), "[-1]", "from 0"),
     "half a position": (lambda: attn("global", positions=[0.5]), "0.5", "whole numbers"),
+    "a number for positions": (lambda: attn("global", positions=3), "got 3", "whole numbers from 0"),
+    "words among positions": (lambda: attn("global", positions=[0, "a"]), "[0, 'a']", "whole numbers from 0"),
     "words for a seed": (lambda: attn("random", seed="x"), "'x'", "seed"),
+    "words for rfa's seed": (lambda: attn("rfa", seed="a"), "'a'", "seed must be a whole number"),
+    "words for favor's seed": (lambda: attn("favor", seed="a"), "'a'", "seed must be a whole number"),
+    "a seed of too many bits": (lambda: attn("favor", seed=2**64), str(2**64), "64 bits"),
     "an unknown backend": (lambda: attn(backend="cuda"), "'cuda'", "'torch'"),
     "composing luna": (lambda: attn("luna:4+window:4"), "'luna'", "use it alone"),
     "composing softmax": (lambda: attn("window:4+softmax"), "'softmax'", "use it alone"),
@@ -207,6 +236,11 @@ BUILDING = {
         "causal=True",
     ),
     "a tied control of other slots": (lambda: attn(control(), 8, causal=True), "slots=8", "has 4"),
+    "a tied control that packs into another width": (
+        lambda: attn(control("luna:4", embed_dim=12, head_dim=8, causal=False), context_dim=12),
+        "width of 12",
+        "packed_dim=24",
+    ),
     "a tied control with options": (lambda: attn(control(), causal=True, gate=True), "gate", "built here"),
     "a name of odd letters": (
         lambda: register_control("a+b")(type("Mine", (Control,), {})),
@@ -305,6 +339,26 @@ CALLING = {
     ),
     "below for mlp": (lambda: attn()(tokens(), below=tokens(4)), "'mlp'", "luna, workspace"),
     "below of another shape": (lambda: attn("luna:4")(tokens(), below=tokens(3)), "(2, 3, 24)", "(2, 4, 24)"),
+    "below as a list": (lambda: attn("luna:4")(tokens(), below=[1.0]), "list", "state.packed"),
+    "integers below": (lambda: attn("luna:4")(tokens(), below=tokens(4).long()), "torch.int64", "floating point"),
+    "a state of k-means for running centroids": (
+        lambda: attn("cluster:4", causal=True)(tokens(), state=state_of("cluster:4")),
+        "'cluster:4'",
+        "'cluster:4(causal)'",
+    ),
+    "a state of another ratio of pooling": (
+        lambda: attn("compressive:4", causal=True)(tokens(), state=state_of("compressive:4")),
+        "'compressive:4'",
+        "'compressive:4(causal)'",
+    ),
+    "a state of means for sums": (
+        lambda: attn("mlp:4", causal=True, normalization="write")(tokens(), state=state_of(normalization="write")),
+        "'mlp:4(normalization=write)'",
+        "'mlp:4(normalization=write, causal)'",
+    ),
+    "reordering by a list": (lambda: state_of().reorder([1, 0]), "[1, 0]", "Tensor of int64"),
+    "reordering by fractions": (lambda: state_of().reorder(torch.zeros(2)), "torch.float32", "int64 with one axis"),
+    "reordering by a table": (lambda: state_of().reorder(padding.long()), "(2, 5)", "one axis"),
     "below beside a state": (
         lambda: attn("luna:4")(tokens(), below=tokens(4), state=state_of("luna:4")),
         "below=",
@@ -316,6 +370,30 @@ CALLING = {
 @parametrised(CALLING)
 def test_calling(call, given, accepted):
     refuses(call, given, accepted)
+
+
+# Backends
+
+
+def test_native_by_name_is_native_or_an_error(monkeypatch):
+    monkeypatch.setattr("abc_attn.kernels.LIBRARY", "no C++ compiler was found")
+    for call in (
+        lambda: attn(backend="native"),
+        lambda: scan(q, k, v, phi(), backend="native"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'native' is not to be had here: no C\+\+ compiler was found. Take 'auto'"
+        ):
+            call()
+    attn(causal=True)(tokens())
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error():
+    environment = os.environ | {"ABC_ATTN_BACKEND": "tourch"}
+    code = [sys.executable, "-c", "import abc_attn.kernels"]
+    said = subprocess.run(code, env=environment, check=False, capture_output=True, text=True)
+    assert "ValueError: ABC_ATTN_BACKEND must be 'torch'" in said.stderr
+    assert "got 'tourch'" in said.stderr
 
 
 # Files
@@ -345,6 +423,7 @@ FILES = {
     "another version": ({"version": "2"}, {}, "version '2'", "'1'"),
     "another format": ({"format": "a model"}, {}, "'a model'", "'abc-attn state'"),
     "NaN in the memory": ({}, {"memory.k": torch.full((B, H, N, D), torch.nan)}, "memory.k", "NaN"),
+    "inf in the memory": ({}, {"memory.v": torch.full((B, H, N, D), torch.inf)}, "memory.v", "inf"),
     "NaN in the control's state": ({}, {"inner.0": torch.full((B, H, N), torch.nan).double()}, "inner.0", "NaN"),
     "no values": ({}, {"memory.v": None}, "memory.v", "not whole"),
     "no length": ({}, {"length": None}, "length", "not whole"),

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_cli import refused_in_one_line
 
 from abc_attn import bench, mlp_attention
 from abc_attn.bench import measure
@@ -237,16 +238,7 @@ def test_help_needs_no_torch_and_has_an_example(arguments):
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, said, capsys):
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as exit:
-        code = exit.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.out == ""
-    assert shown.err.startswith("abc-attn: error: ")
-    assert shown.err.count("\n") == 1
-    assert said in shown.err
+    refused_in_one_line(["bench", *arguments], said, capsys)
 
 
 def test_without_matplotlib_the_figures_are_still_written(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The command line: quick help, plain errors, and the demo from end to end."""
 
+import functools
 import json
 import os
 import re
@@ -7,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
 
-from abc_attn import CONTROLS
+from abc_attn import CONTROLS, cli
 from abc_attn.cli import INTERRUPTED, main
-from abc_attn.demo import SPECS, Settings, run_demo
+from abc_attn.demo import SPECS, LanguageModel, Settings, run_demo
 
 COMMAND = [sys.executable, "-m", "abc_attn.cli"]
 
@@ -67,6 +71,10 @@ def test_controls_are_those_of_the_registry(capsys):
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, said, capsys):
+    refused_in_one_line(arguments, said, capsys)
+
+
+def refused_in_one_line(arguments, said, capsys):
     try:
         code = main(arguments)
     except SystemExit as exit:
@@ -103,6 +111,15 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_listing_says_no_more_than_that(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("abc_attn.cli.controls", functools.wraps(cli.controls)(interrupt))
+    assert main(["controls"]) == INTERRUPTED
+    assert capsys.readouterr().err == "\nabc-attn: interrupted\n"
+
+
 class Page(HTMLParser):
     """Collects the tags of a page and fails where they do not nest."""
 
@@ -123,6 +140,17 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         if tag not in self.void:
             assert self.open.pop() == tag
+
+
+def test_how_a_model_starts_depends_on_the_seed_alone():
+    settings = Settings(width=32, heads=2)
+    for spec in SPECS:
+        first, second, third = (
+            parameters_to_vector(LanguageModel(spec, replace(settings, seed=seed)).parameters()) for seed in (0, 0, 1)
+        )
+        assert torch.equal(first, second), spec  # though random numbers were drawn in between
+        assert len(first) == len(third)
+        assert not torch.isclose(first, third).all()
 
 
 def test_demo_from_end_to_end(tmp_path, capsys):

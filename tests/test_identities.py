@@ -520,6 +520,26 @@ def test_luna_carries_its_memory_from_layer_to_layer():
     assert_same(torch.cat([out, last.packed], dim=1), torch.cat([inputs, P], dim=1), nn.ModuleList([first, second]), x)
 
 
+@pytest.mark.parametrize("control", ["luna", "workspace"])
+def test_what_is_packed_of_a_context_of_another_width_feeds_the_next_layer(control):
+    first, second = (attention(control, 3, causal=False, context_dim=5) for _ in range(2))
+    context = torch.randn(B, 7, 5, dtype=torch.float64)
+    _, state = first(tokens(), context, return_state=True)
+    _, last = second(tokens(), context, below=state.packed, return_state=True)
+    assert state.packed.shape == last.packed.shape == (B, 3, EMBED)
+    _, k, v = project(second, tokens(), context)
+    assert error(last.packed, finish(second, packed_write(second, state.packed, k, topk=7) @ v)) < 1e-10
+
+
+@pytest.mark.parametrize("control", ["luna", "workspace"])
+def test_nothing_is_packed_of_padding(control):
+    padding = torch.zeros(B, T, dtype=torch.bool)
+    padding[0] = True
+    _, state = attention(control, 3, causal=False)(tokens(), key_padding_mask=padding, return_state=True)
+    assert (state.packed[0] == 0).all()
+    assert (state.packed[1] != 0).all()
+
+
 # composition
 
 

@@ -140,7 +140,7 @@ def test_torch_compile():
     assert all(error(a, b) <= 1e-5 for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("control", ["mlp:8", "random:8"])
+@pytest.mark.parametrize("control", ["mlp:8", "random:8", "global:2+window:8", "dilated:8"])
 def test_the_module_compiles_whole(control):
     attention = BoundedAttention(16, 2, control, causal=True)
     x = torch.randn(2, 20, 16)

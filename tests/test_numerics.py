@@ -256,11 +256,16 @@ SOURCES = [
     *sorted((PACKAGE / "controls").glob("*.py")),
 ]
 SUSPECT = re.compile(r"clamp|clip|hardtanh|nan_to_num|finfo|(^|_)eps(ilon)?($|_)")
-WHOLE_NUMBERS = (  # a position, an index, two counts: nothing that is learned or read
+WHOLE_NUMBERS = (  # positions, indices, counts: nothing that is learned or read
     "(count[:, None] + real - 1).clamp(min=0)",
     "torch.searchsorted(held, position.contiguous()).clamp(max=len(held) - 1)",
     "((count + self.slots - 1) // self.slots).clamp(min=1)",
     "size.clamp(min=1)",
+    "(real - 1).clamp(min=0)",
+    "(end - band.sinks).clamp(min=0)",
+    "(end - 1).clamp(min=0)",
+    "(place - begin[:, None] + lead).clamp(min=0)",
+    "(sink - count[:, None]).clamp(0, k.shape[2] - 1)",
 )
 
 

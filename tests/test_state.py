@@ -7,7 +7,9 @@ import torch
 from contract import CASES, CAUSAL, build, error, few, tokens
 from test_contract import assert_same_state
 
-from abc_attn import BoundedAttention, State, make_control
+from abc_attn import CONTROLS, BoundedAttention, State, make_control
+from abc_attn.controls.learned import MLP
+from abc_attn.controls.positional import Compressive
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
@@ -61,6 +63,52 @@ def test_to_widens_and_never_narrows():
     assert state.to(torch.float64).memory.k.dtype == torch.float64
     assert state.to("cpu", dtype=torch.float64).length.dtype == torch.int64
     assert state.to("meta").memory.k.device.type == "meta"
+
+
+@every_case
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
+def test_shapes_without_values(case, causal):
+    """On the meta device: nothing may be decided by what a tensor holds."""
+    if causal and case not in CAUSAL:
+        pytest.skip("not an online control")
+    attention = build(case, few(case), causal=causal, dtype=torch.float32).to("meta")
+    y, state = attention(tokens(2, 7, torch.float32).to("meta"), return_state=True)
+    assert y.shape == (2, 7, attention.embed_dim)
+    if attention.control.appends:
+        attention(tokens(2, 1, torch.float32).to("meta"), state=state)
+
+
+def test_a_subclass_keeps_the_options_it_passes_on():
+    class Half(Compressive):
+        def __init__(self, slots, *, half=True, **rest):
+            super().__init__(slots, **rest)
+            self.half = half
+
+    class Named(Half):
+        pass
+
+    class Alone(Half):
+        def __init__(self, slots, *, embed_dim, num_heads, head_dim, causal):
+            site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+            super().__init__(slots, ratio=2, **site)
+
+    class GatedMean(MLP):
+        def __init__(self, slots, *, extra=1, **rest):
+            super().__init__(slots, **rest)
+            self.extra = extra
+
+    assert Half.options() == Named.options() == {"ratio": None, "half": True, "gate": False}
+    assert Alone.options() == {"gate": False}
+    assert GatedMean.options() == {**MLP.options(), "extra": 1}
+    site = {"embed_dim": 8, "num_heads": 2, "head_dim": 4}
+    assert Named(3, ratio=2, half=False, **site).describe() == "Named:3(ratio=2, half=False)"  # not its parent's name
+    CONTROLS["gated-mean"] = GatedMean
+    try:
+        made = make_control("gated-mean:4", gate=True, causal=True, embed_dim=8, num_heads=2)
+    finally:
+        del CONTROLS["gated-mean"]
+    assert isinstance(made, GatedMean)  # the gate is inside, as in its parent
+    assert made.gate is not None
 
 
 def test_a_control_is_tied_by_passing_it():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "abc_attn"
 # A room may import from those to the left of it; rooms of the same number do not know each other.
-RANK = {"core": 0, "normaliser": 1, "controls": 2, "kernels": 2, "attention": 3, "hf": 4}
+RANK = {"files": -1, "core": 0, "normaliser": 1, "controls": 2, "kernels": 2, "attention": 3, "hf": 4}
 OUTERMOST = 5  # demo, cli and all that is built on top
 
 

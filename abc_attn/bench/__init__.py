@@ -25,7 +25,7 @@ from abc_attn.bench.measure import (
     peak_memory,
     runner,
 )
-from abc_attn.bench.report import Report, Row, compare_rows, load_average, provenance, save, table_text
+from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
 from abc_attn.demo import Progress
 from abc_attn.kernels import describe_backend
 
@@ -250,7 +250,7 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
     """Run one benchmark with its options, print the table, write files into `output`; False if a gate failed."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # said now, not after minutes of measuring
-    facts, started = provenance(name, options, output), time.monotonic()
+    facts, started = facts_of(name, options, output), time.monotonic()
     once = {
         option: list(dict.fromkeys(value)) if isinstance(value, list) else value for option, value in options.items()
     }

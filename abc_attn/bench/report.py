@@ -6,19 +6,16 @@ import json
 import math
 import os
 import platform
-import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from abc_attn import provenance
 from abc_attn.bench.measure import SGEMM_SIZE, TOLERANCE, Times, Work
-from abc_attn.cli import installed
-from abc_attn.demo import _cpu, write_whole
+from abc_attn.files import whole_file
 from abc_attn.kernels import describe_backend
 
 FORWARD, BACKWARD = "forward", "forward + backward"
@@ -114,36 +111,25 @@ def load_average() -> list[float]:
     return [round(load, 2) for load in os.getloadavg()]
 
 
-def provenance(name: str, options: dict[str, Any], output: Path | None) -> dict[str, Any]:
+def facts_of(name: str, options: dict[str, Any], output: Path | None) -> dict[str, Any]:
     """What is needed to get these figures again, and to judge them: the load must have been low."""
-    words = ["abc-attn", "bench", name]
-    for option, value in (options | {"threads": torch.get_num_threads(), "output": output}).items():
-        if value is not None:
-            words += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    threads = torch.get_num_threads()
     return {
-        "command": shlex.join(words),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
+        "command": provenance.command(f"bench {name}", options | {"threads": threads, "output": output}),
+        "date": provenance.now(),
+        "cpu": provenance.cpu(),
+        "threads": threads,
         "backend": " ".join(describe_backend()),
         "versions": {
-            "abc-attn": installed("abc-attn"),
+            "abc-attn": provenance.installed("abc-attn"),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
-        "commit": _commit(),
+        "commit": provenance.commit(),
         "sgemm_size": SGEMM_SIZE,
         "load_average_start": load_average(),
     }
-
-
-def _commit() -> str | None:
-    source = Path(__file__).parents[2]
-    if not (source / ".git").exists():  # an installed package may lie inside somebody else's repository
-        return None
-    git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 # The table.
@@ -261,8 +247,10 @@ def save(report: Report, folder: Path) -> list[Path]:
         "summary": report.summary,
         "rows": [asdict(row) for row in report.rows],
     }
-    write_whole(written[0], json.dumps(content, indent=2, allow_nan=False) + "\n")
-    write_whole(written[1], markdown(report))
+    texts = json.dumps(content, indent=2, allow_nan=False) + "\n", markdown(report)
+    for path, text in zip(written, texts, strict=True):
+        with whole_file(path) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -270,9 +258,8 @@ def save(report: Report, folder: Path) -> list[Path]:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     draw(report, figure)
     picture = folder / f"{report.name}.png"
-    temporary = folder / f".{report.name}.png"
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, picture)
+    with whole_file(picture) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
     return [*written, picture]
 
 

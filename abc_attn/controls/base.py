@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from abc_attn.core import Write
+from abc_attn.core import Band, Write
 
 InnerState = tuple[Tensor, ...] | None
 
@@ -38,6 +38,10 @@ class Control(nn.Module):
 
     name: str = ""  # as registered
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.name = vars(cls).get("name", "")  # a subclass is not what its parent was registered as
+
     def __init__(self, slots: int, *, embed_dim: int, num_heads: int, head_dim: int, causal: bool = False) -> None:
         super().__init__()
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
@@ -48,13 +52,10 @@ class Control(nn.Module):
                 f"{self.title()} cannot be causal: its phi depends on the whole sequence. "
                 f"Use it with causal=False, or one of: {able}"
             )
-        self.slots, self.embed_dim, self.num_heads, self.head_dim, self.causal = (
-            slots,
-            embed_dim,
-            num_heads,
-            head_dim,
-            causal,
-        )
+        self.slots, self.causal = slots, causal
+        self.embed_dim = at_least(1, embed_dim=embed_dim)
+        self.num_heads = at_least(1, num_heads=num_heads)
+        self.head_dim = at_least(1, head_dim=head_dim)
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         """The control's own state before any token: tensors with the batch first, or None; on `like`'s device."""
@@ -73,6 +74,10 @@ class Control(nn.Module):
         """log w, `b h t n`, of a control that is a running mean and no more: one kernel then does it all."""
         return None
 
+    def band(self) -> Band | None:
+        """Which tokens a causal query reads, of a control that keeps tokens as they are and no more."""
+        return None
+
     def features(self, q: Tensor) -> Tensor:
         """f(q), `b h t d` -> `b h t n`, for a linear read."""
         return q
@@ -87,6 +92,11 @@ class Control(nn.Module):
         """Whether a later call may add tokens to what this one wrote."""
         return True
 
+    @property
+    def causal_states_differ(self) -> bool:
+        """Whether a state that was written causally means something else than one that was not."""
+        return False
+
     @classmethod
     def default_slots(cls, head_dim: int) -> int:
         return 64
@@ -94,10 +104,21 @@ class Control(nn.Module):
     @classmethod
     def options(cls) -> dict[str, Any]:
         """The options this control declares, with their defaults; any online control takes `gate` besides."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        shared = inspect.signature(Control.__init__).parameters
-        options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY and p.name not in shared}
+        options = cls.declared()
         return options | {"gate": False} if cls.online and cls.composable else options
+
+    @classmethod
+    def declared(cls) -> dict[str, Any]:
+        """The keyword-only arguments of its constructor, and of its parents' if it passes the rest on to them."""
+        options: dict[str, Any] = {}
+        for parent in cls.__mro__[: cls.__mro__.index(Control)]:
+            if "__init__" in vars(parent):
+                own = inspect.signature(vars(parent)["__init__"]).parameters.values()
+                options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY} | options
+                if not any(p.kind is p.VAR_KEYWORD for p in own):
+                    break
+        shared = inspect.signature(Control.__init__).parameters
+        return {name: default for name, default in options.items() if name not in shared}
 
     def title(self) -> str:
         """What errors call it: the name it was asked for by."""
@@ -110,6 +131,7 @@ class Control(nn.Module):
             f"{name}={value}" for name, value in set_here.items() if value != self.options()[name] and name != "gate"
         ]
         changed += ["gate"] if getattr(self, "gate", None) else []
+        changed += ["causal"] if self.causal and self.causal_states_differ else []
         return f"{self.name or type(self).__name__}:{self.slots}" + (f"({', '.join(changed)})" if changed else "")
 
     def extra_repr(self) -> str:
@@ -153,14 +175,17 @@ def make_control(
     layers to tie them.
     """
     if not isinstance(control, str):
-        raise TypeError(f"control must be a string such as 'mlp' or 'window:32+mlp:32', got {type(control).__name__}")
+        raise TypeError(
+            "control must be a string such as 'mlp' or 'window:32+mlp:32' "
+            f"(BoundedAttention also takes a Control, as make_control returns it), got {type(control).__name__}"
+        )
     parts = [_parse(part, control) for part in control.split("+")]
     for option in options:
         declared = sorted({known for cls, _ in parts for known in cls.options()})
         if option not in declared:
             raise TypeError(f"control {control!r} has no option {option!r}; declared: {', '.join(declared) or 'none'}")
     if head_dim is None:
-        if num_heads < 1 or embed_dim % num_heads:
+        if at_least(1, embed_dim=embed_dim) % at_least(1, num_heads=num_heads):
             raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
         head_dim = embed_dim // num_heads
     site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
@@ -191,11 +216,28 @@ def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
 
 def _build(cls: type[Control], slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> Control:
     gate = options.get("gate", False)
-    wrap = gate and "gate" not in inspect.signature(cls.__init__).parameters  # running means put the gate inside
+    if not isinstance(gate, bool):
+        raise TypeError(f"gate must be True or False, got {gate!r}")
+    wrap = gate and "gate" not in cls.declared()  # running means put the gate inside
     if "gate" in options and (wrap or not gate):
         options = {option: value for option, value in options.items() if option != "gate"}
     control = cls(cls.default_slots(site["head_dim"]) if slots is None else slots, **site, **options)
     return Gated(control) if wrap else control
+
+
+def at_least(least: int, **option: int) -> int:
+    """The option's value, if it is a whole number from `least`."""
+    ((name, value),) = option.items()
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}")
+    return value
+
+
+def check_seed(seed: int) -> int:
+    """The seed, if it is one that torch's generators take."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise TypeError(f"seed must be a whole number of 64 bits, got {seed!r}")
+    return seed
 
 
 class Gate(nn.Linear):
@@ -311,6 +353,12 @@ class Composition(Control):
                 holds = (decided[i][0].phi != 0).any(-1).any(1).expand(x.shape[:2])
                 held = holds if held is None else held | holds
         return _side_by_side([write for write, _ in decided]), tuple(t for _, own in decided for t in own or ())
+
+    def band(self) -> Band | None:
+        match [part.band() for part in self.parts]:
+            case [Band(sinks, 0), Band(0, window, 1)]:
+                return Band(sinks, window)
+        return None
 
     def features(self, q: Tensor) -> Tensor:
         return torch.cat([part.features(q) for part in self.parts], dim=-1)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from abc_attn.controls.base import Control, InnerState, register_control
-from abc_attn.controls.positional import at_least
+from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control
 from abc_attn.core import Write, full_precision, memory_dtype
 
 
@@ -59,7 +58,7 @@ class RFA(FeatureMap):
         super().__init__(slots, **site)
         if slots % 2:
             raise ValueError(f"control 'rfa' needs an even number of slots (a sine and a cosine each), got {slots}")
-        self.seed = seed
+        self.seed = check_seed(seed)
         directions = torch.randn(slots // 2, self.head_dim, generator=torch.Generator().manual_seed(seed))
         self.directions: Tensor
         self.register_buffer("directions", directions)
@@ -93,7 +92,7 @@ class Favor(FeatureMap):
 
     def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
         super().__init__(slots, **site)
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.directions: Tensor
         self.register_buffer("directions", _orthogonal(slots, self.head_dim, torch.Generator().manual_seed(seed)))
 

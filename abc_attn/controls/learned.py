@@ -37,6 +37,10 @@ class MLP(Control):
         # Slots that start alike stay alike: for x of unit variance (a normed input) the logits have deviation 1.
         nn.init.normal_(self.proj.weight, std=self.embed_dim**-0.5)
 
+    @property
+    def causal_states_differ(self) -> bool:
+        return self.normalization == "write"  # a sum of shares against a mean
+
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return (empty_total(batch, heads, self.slots, like),)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from abc_attn.controls.base import Control, Gate, InnerState, register_control
-from abc_attn.controls.positional import at_least, count_positions
+from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control
+from abc_attn.controls.positional import count_positions
 from abc_attn.core import Write, full_precision, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
 
@@ -29,6 +29,10 @@ class Cluster(Control):
     @property
     def appends(self) -> bool:
         return self.causal
+
+    @property
+    def causal_states_differ(self) -> bool:
+        return True  # running centroids against those of k-means
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         centroids = like.new_zeros(batch, heads, self.slots, self.head_dim, dtype=memory_dtype(like))
@@ -111,15 +115,20 @@ def _k_means(
 
 
 class Packed(Control):
-    """What LUNA and the shared workspace have in common: P, the memory of the layer below, attends over the tokens."""
+    """What LUNA and the shared workspace have in common: P, the memory of the layer below, attends over the tokens.
+
+    `packed_dim` is the width of P, that of the queries' side, where the tokens (a context) have another.
+    """
 
     online = False
     composable = False
 
-    def __init__(self, slots: int, **site: Any) -> None:
+    def __init__(self, slots: int, *, packed_dim: int | None = None, **site: Any) -> None:
         super().__init__(slots, **site)
-        self.packed = nn.Parameter(torch.randn(slots, self.embed_dim))  # P of the first layer
-        self.query = nn.Linear(self.embed_dim, self.num_heads * self.head_dim)
+        width = self.embed_dim if packed_dim is None else at_least(1, packed_dim=packed_dim)
+        self.packed_dim = None if width == self.embed_dim else width
+        self.packed = nn.Parameter(torch.randn(slots, width))  # P of the first layer
+        self.query = nn.Linear(width, self.num_heads * self.head_dim)
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return self.packed.expand(batch, -1, -1).clone(), empty_total(batch, heads, self.slots, like)

@@ -5,14 +5,14 @@ Positions count real tokens: padding has none, and a later call goes on where th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from abc_attn.controls.base import Control, InnerState, register_control
-from abc_attn.core import Write
+from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control
+from abc_attn.core import Band, Write, has_values
 
 
 def count_positions(count: Tensor, key_padding_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,6 +78,9 @@ class Window(Positional):
     mask_empty = True
     skips_held = True
 
+    def band(self) -> Band | None:
+        return Band(window=self.slots) if type(self) is Window else None  # a subclass may decide otherwise
+
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         # The read ignores the order of slots, so the ring is the paper's upper shift matrix U.
         phi = into_slot(position % self.slots, self.slots, like)
@@ -98,6 +101,11 @@ class Dilated(Positional):
     @property
     def rows(self) -> int:
         return self.slots * self.dilation
+
+    def band(self) -> Band | None:
+        if type(self) is not Dilated or self.dilation == 1:  # then `window` is the control to ask for
+            return None
+        return Band(window=self.slots, dilation=self.dilation)
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         residue = position % self.dilation
@@ -124,12 +132,17 @@ class Global(Positional):
         if positions is not None and every is not None:
             raise ValueError(f"control 'global' takes positions or every, got both: {positions!r} and {every!r}")
         if positions is not None:
-            positions = tuple(sorted({*positions}))
-            whole = all(isinstance(position, int) for position in positions)
-            if not whole or not 1 <= len(positions) <= slots or positions[0] < 0:
+            listed = isinstance(positions, Iterable) and all(isinstance(position, int) for position in positions)
+            held = sorted({*positions}) if listed else []
+            if not 1 <= len(held) <= slots or held[0] < 0:
                 raise ValueError(f"positions must be 1 to {slots} (the slots) whole numbers from 0, got {positions!r}")
+            positions = tuple(held)
         self.positions = positions
         self.every = None if every is None else at_least(1, every=every)
+
+    def band(self) -> Band | None:
+        first = self.positions is None and self.every is None
+        return Band(sinks=self.slots) if first and type(self) is Global else None
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         if self.positions is not None:
@@ -154,9 +167,7 @@ class Random(Positional):
 
     def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
         super().__init__(slots, **site)
-        if not isinstance(seed, int):
-            raise TypeError(f"seed must be a whole number, got {seed!r}")
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         return Write(into_slot(_hash(position, self.seed) % self.slots, self.slots, like))
@@ -177,6 +188,10 @@ class Compressive(Positional):
     @property
     def appends(self) -> bool:
         return self.causal or self.ratio is not None  # else the ratio is that of the whole
+
+    @property
+    def causal_states_differ(self) -> bool:
+        return self.ratio is None
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         if self.ratio is not None or self.causal:
@@ -201,20 +216,12 @@ class Linformer(Positional):
         self.weight = nn.Parameter(torch.randn(slots, max_length) * max_length**-0.5)  # W^LF of section 3.1
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
-        if not torch.compiler.is_compiling() and bool((count > self.max_length).any()):
+        if has_values(count) and bool((count > self.max_length).any()):
             raise ValueError(
                 f"control 'linformer' has learned {self.max_length} positions and was given {int(count.max())} tokens; "
                 "build it with a larger max_length, or use a control without an end"
             )
         return Write(self.weight.mT[position][:, None])
-
-
-def at_least(least: int, **option: int) -> int:
-    """The option's value, if it is a whole number from `least`."""
-    ((name, value),) = option.items()
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}")
-    return value
 
 
 def _hash(position: Tensor, seed: int) -> Tensor:

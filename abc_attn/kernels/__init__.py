@@ -81,8 +81,12 @@ def mlp_attention(
     The sum runs over the prefix if `causal` (each slot is a running mean), over all tokens if not (then q may have any
     number of tokens). The state is opaque: pass it back to continue.
     """
-    if state is not None and (isinstance(state, Memory) or len(state) != 2):
-        raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}")
+    match state:
+        case None | (Memory(), Tensor()):
+            pass
+        case _:
+            parts = f" of {', '.join(type(part).__name__ for part in state)}" if type(state) is tuple else ""
+            raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}{parts}")
     check_keys(k, v, Write(logits), None, key_padding_mask)
     b, h, t, n = (*k.shape[:3], logits.shape[-1])
     memory, log_total = (None, empty_total(b, h, n, k)) if state is None else state
@@ -154,9 +158,14 @@ def mean_attention(
 
 
 def check_backend(backend: str) -> None:
-    """An unknown backend is an error that lists the known ones."""
+    """An unknown backend is an error that lists the known ones; so is one that was asked for and is not there."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
+    if backend == "native" and isinstance(LIBRARY, str):
+        raise ValueError(
+            f"backend 'native' is not to be had here: {LIBRARY}. Take 'auto', or install again with a C++ compiler and "
+            "without ABC_ATTN_BACKEND"
+        )
 
 
 def describe_backend() -> tuple[str, str]:

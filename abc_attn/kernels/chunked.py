@@ -25,6 +25,7 @@ from abc_attn.core import (
     decay_after,
     divide,
     group_heads,
+    has_values,
     query_scale,
     softmax_weights,
     used_at_each,
@@ -133,8 +134,8 @@ def _splits(phi: Tensor, log_decay: Tensor | None) -> list[_Split]:
 def _mild_block(log_decay: Tensor) -> int:
     """The largest block in which no slot decays by more than MILD after the block's first token."""
     block = log_decay.shape[-2]
-    if torch.compiler.is_compiling():
-        return 1  # exact for any decay; choosing by value would break the graph
+    if not has_values(log_decay):
+        return 1  # exact for any decay
     with torch.no_grad():
         while block > 1 and _take(log_decay, block, slice(1, None)).sum(-2).amin() < -MILD:
             block //= 2

@@ -38,7 +38,10 @@ class _Args(ctypes.Structure):  # struct Args of native.cpp
 
 def _load() -> ctypes.CDLL | str:
     """The compiled kernels, or why they cannot be used."""
-    if os.environ.get("ABC_ATTN_BACKEND") == "torch":
+    wanted = os.environ.get("ABC_ATTN_BACKEND") or "auto"
+    if wanted not in ("auto", "torch"):
+        raise ValueError(f"ABC_ATTN_BACKEND must be 'torch' (without the compiled kernels) or 'auto', got {wanted!r}")
+    if wanted == "torch":
         return "ABC_ATTN_BACKEND=torch"
     spec = importlib.util.find_spec("abc_attn.kernels._native")
     if spec is None or spec.origin is None:

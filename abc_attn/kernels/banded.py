@@ -1,0 +1,231 @@
+"""Causal attention over a band: windows, dilated windows, and windows with attention sinks.
+
+A control that keeps tokens as they are (core.Band) needs no scan over slots: each query reads a stretch of the tokens
+themselves. Blocks of queries go to torch's attention with the keys they share, so time and memory are O(t n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from abc_attn.core import Band, Memory, empty_memory, full_precision, group_heads, working_dtype
+
+# Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
+# time instead of 64 and is slower again (measured with n from 16 to 508, d = 64, forward and backward).
+BLOCK = 192
+
+
+def banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    memory: Memory | None,
+    count: Tensor,
+    *,
+    scale: float | None,
+    key_padding_mask: Tensor | None,
+    dropout: float,
+) -> tuple[Tensor, Memory, tuple[Tensor, ...], Tensor | None]:
+    """What the control and `scan` would give after `count` `b` tokens: outputs, memory, and of the State `inner`, the
+    tokens that each part of the control has been given, and `readable`, the last token's queue."""
+    t = k.shape[2]
+    dtype, asked = working_dtype(k, v, memory), q.dtype
+    end = count + (t if key_padding_mask is None else (~key_padding_mask).sum(1))
+    with full_precision(q):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if memory is not None:
+            memory = Memory(memory.k.to(dtype), memory.v.to(dtype), memory.mass.to(dtype), memory.used)
+        if t == 1:
+            out, memory = _one_token(q, k, v, band, memory, count, scale, key_padding_mask, dropout)
+        elif key_padding_mask is None:
+            out, memory = _in_blocks(q, k, v, band, memory, count, end, scale, dropout)
+        else:  # the real tokens to the front, in order, and their outputs back to where they were
+            real = (~key_padding_mask).cumsum(1)
+            order = key_padding_mask.sort(dim=1, stable=True).indices[:, None, :, None]
+            past_end = torch.arange(t, device=k.device) >= real[:, -1:]
+            q, k, v = (x.take_along_dim(order, 2).masked_fill(past_end[:, None, :, None], 0) for x in (q, k, v))
+            out, memory = _in_blocks(q, k, v, band, memory, count, end, scale, dropout)
+            out = out.take_along_dim((real - 1).clamp(min=0)[:, None, :, None], 2)
+    if key_padding_mask is not None:
+        out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
+    inner = (end, (end - band.sinks).clamp(min=0)) if band.sinks else (end,)
+    readable = None
+    if band.dilation > 1:
+        queue = torch.arange(band.rows, device=k.device) // band.window
+        readable = (queue == (end - 1).clamp(min=0)[:, None] % band.dilation)[:, None]
+    return out.to(asked), memory, inner, readable
+
+
+def _one_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    memory: Memory | None,
+    count: Tensor,
+    scale: float | None,
+    key_padding_mask: Tensor | None,
+    dropout: float,
+) -> tuple[Tensor, Memory]:
+    """One row of a copy of the memory is replaced, and the memory is read as it lies: a softmax knows no order."""
+    memory = empty_memory(k, v, band.rows) if memory is None else memory
+    row = _ring_row(band, count - band.sinks if band.sinks else count)
+    row = torch.where(count < band.sinks, count, row) if band.sinks else row
+    at = row[:, None, None, None]
+    padding = None if key_padding_mask is None else key_padding_mask[:, None, :, None]
+
+    def put(part: Tensor, new: Tensor) -> Tensor:
+        new = new if padding is None else torch.where(padding, part.take_along_dim(at, 2), new)
+        return part.scatter(2, at.expand_as(new), new)
+
+    k, v, used = put(memory.k, k), put(memory.v, v), put(memory.used[..., None], memory.used.new_ones(*k.shape[:3], 1))
+    memory = Memory(k, v, used[..., 0].to(k.dtype), used[..., 0])
+    if band.dilation > 1:
+        queue = count[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device)
+        k, v, used = (part.take_along_dim(queue[:, None, :, None], 2) for part in (k, v, used))
+    used = used if padding is None else used | padding  # the output there is zeroed; of nothing it would be NaN
+    out = F.scaled_dot_product_attention(
+        group_heads(q, k.shape[1])[..., 0, :], k, v, attn_mask=used.mT, dropout_p=dropout, scale=scale
+    )
+    return out.flatten(1, 2)[:, :, None], memory
+
+
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    memory: Memory | None,
+    count: Tensor,
+    end: Tensor,
+    scale: float | None,
+    dropout: float,
+) -> tuple[Tensor, Memory]:
+    """t tokens after the first `count` `b`, of which those before `end` `b` are real: outputs and memory."""
+    sinks, window, dilation = band
+    t, ring = k.shape[2], window * dilation
+    begin = count - sinks  # the first new token's place among those that pass through the ring; negative for a sink
+    sink_k, sink_v, lead = k[:, :, :0], v[:, :, :0], 0
+    if sinks:
+        sink_k, sink_v = _sinks(k, v, band, memory, count, end)
+    if memory is not None:  # the new tokens go on from those in the ring, oldest first
+        age = _ring_row(band, begin[:, None] + torch.arange(ring, device=k.device))[:, None, :, None]
+        k = torch.cat([memory.k.take_along_dim(age, 2), k], dim=2)
+        v = torch.cat([memory.v.take_along_dim(age, 2), v], dim=2)
+        lead = ring
+
+    # Every `dilation`-th token is a window of its own, in the batch beside the others.
+    residue = torch.arange(dilation, device=k.device)
+    out = _attend(
+        _apart(q, dilation),
+        (sink_k, _apart(k, dilation)),
+        (sink_v, _apart(v, dilation)),
+        window,
+        lead // dilation,
+        (-((begin[:, None] + residue - lead) // dilation)).flatten(),
+        count,
+        scale,
+        dropout,
+    )
+    out = out.unflatten(0, (-1, dilation)).movedim(1, 3).flatten(2, 3)[:, :, :t]
+
+    # Row r of the ring holds the last of the tokens whose turn it is.
+    row = torch.arange(ring, device=k.device)
+    turn = row % window * dilation + row // window
+    last = (end - sinks - 1)[:, None]
+    place = last - (last - turn) % ring  # b ring
+    at = (place - begin[:, None] + lead).clamp(min=0)[:, None, :, None]
+    used = torch.cat([torch.arange(sinks, device=k.device) < end[:, None], place >= 0], dim=1)[:, None]
+    used = used.expand(-1, k.shape[1], -1).contiguous()
+    kept_k, kept_v = (
+        torch.cat([sink, x.take_along_dim(at, 2)], dim=2).masked_fill(~used[..., None], 0)
+        for sink, x in ((sink_k, k), (sink_v, v))
+    )
+    return out, Memory(kept_k, kept_v, used.to(k.dtype), used)
+
+
+def _attend(
+    q: Tensor,
+    k: tuple[Tensor, Tensor],
+    v: tuple[Tensor, Tensor],
+    window: int,
+    lead: int,
+    missing: Tensor,
+    count: Tensor,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Query i reads the keys lead + i - window + 1 to lead + i, but not the first `missing` `b` of all; and the sinks.
+
+    k and v are the sinks and the rest. Sinks are read from their own position on.
+    """
+    t, sinks, device = q.shape[2], k[0].shape[2], q.device
+    starts = range(0, t, BLOCK)
+    spans = [(max(0, lead + start - window + 1), min(lead + start + BLOCK, lead + t)) for start in starts]
+    index = torch.arange(1 - window, min(BLOCK, t), device=device)
+    behind = index[window - 1 :, None] - index  # how far a key is behind a query, in the first block and in all
+    inside = torch.zeros_like(behind, dtype=q.dtype).masked_fill((behind < 0) | (behind >= window), -torch.inf)
+    blocks = zip(starts, spans, q.split(BLOCK, dim=2), _cut(*k, spans), _cut(*v, spans), strict=True)
+    out = []
+    for start, (first, last), queries, keys, values in blocks:
+        rows = queries.shape[2]
+        mask = inside[:rows, rows + window - 1 - (last - first) : rows + window - 1]
+        if first < lead + sinks:  # as far as rows of the ring may be empty, or a token be a sink
+            mask = mask.masked_fill(torch.arange(first, last, device=device) < missing[:, None, None, None], -torch.inf)
+        if sinks:
+            mask = F.pad(mask, (sinks, 0))
+        if start < sinks:
+            position = count[:, None] + torch.arange(start, start + rows, device=device)
+            later = torch.arange(sinks, device=device) > position[:, None, :, None]
+            mask = mask.masked_fill(F.pad(later, (0, last - first)), -torch.inf)
+        grouped = q.shape[1] != keys.shape[1]
+        out.append(
+            F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scale, enable_gqa=grouped)
+        )
+    return torch.cat(out, dim=2)
+
+
+def _cut(sinks: Tensor, x: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """For each span the sinks and its tokens."""
+    # Slices would do, but the gradient of each is as large as the whole. Pieces between all edges are cut once.
+    edges = sorted({0, x.shape[2], *(edge for span in spans for edge in span)}) if x.requires_grad else []
+    pieces = x.split([after - edge for edge, after in pairwise(edges)], dim=2) if edges else ()
+    index = {edge: i for i, edge in enumerate(edges)}
+    for first, last in spans:
+        parts = pieces[index[first] : index[last]] if edges else (x[:, :, first:last],)
+        parts = (sinks, *parts) if sinks.shape[2] else parts
+        yield torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
+def _sinks(
+    k: Tensor, v: Tensor, band: Band, memory: Memory | None, count: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first tokens, from the memory and from the new ones; zeros for those yet to come."""
+    sink = torch.arange(band.sinks, device=k.device)
+    at = (sink - count[:, None]).clamp(0, k.shape[2] - 1)[:, None, :, None]
+    come = (sink < end[:, None])[:, None, :, None]
+    new_k, new_v = (x.take_along_dim(at, 2).masked_fill(~come, 0) for x in (k, v))
+    if memory is None:
+        return new_k, new_v
+    held = (sink < count[:, None])[:, None, :, None]
+    old_k, old_v = memory.k[:, :, : band.sinks], memory.v[:, :, : band.sinks]
+    return torch.where(held, old_k, new_k), torch.where(held, old_v, new_v)
+
+
+def _ring_row(band: Band, place: Tensor) -> Tensor:
+    """The row of the memory that holds the `place`-th of the tokens that pass through the ring."""
+    if band.dilation == 1:
+        return place % band.window + band.sinks
+    return place % band.dilation * band.window + place // band.dilation % band.window + band.sinks
+
+
+def _apart(x: Tensor, dilation: int) -> Tensor:
+    """`b h t d` -> `(b dilation) h t/dilation d`; tokens added at the end to fill up are read by no real one."""
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % dilation)) if dilation > 1 else x
+    return x.unflatten(2, (-1, dilation)).movedim(3, 1).flatten(0, 1)

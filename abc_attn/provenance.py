@@ -1,0 +1,53 @@
+"""Where figures come from: what is needed to get them again, and to judge them."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def installed(distribution: str) -> str:
+    """The version of an installed distribution."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def command(words: str, options: Mapping[str, Any]) -> str:
+    """The command line that gives the figures: `words` and every option that has a value, or several."""
+    line = ["abc-attn", *words.split()]
+    for option, value in options.items():
+        if value is not None:
+            line += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return shlex.join(line)
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def commit() -> str | None:
+    """Of the clone this is, if it is one: an installed package may lie inside somebody else's repository."""
+    source = Path(__file__).parents[1]
+    if not (source / ".git").exists() or not shutil.which("git"):
+        return None
+    git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def cpu() -> str:
+    """The processor by its name, where it can be found out."""
+    try:
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,204 @@
+"""Windows as banded attention: that they are, in blocks of any size, from any state, and against the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract import Case, build, error, gradient_error, gradients, tokens
+from test_contract import assert_same_state
+
+from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
+from abc_attn.controls.positional import Window
+from abc_attn.kernels import banded
+
+BANDED = [
+    Case("window:{n}"),
+    Case("dilated:{n}"),
+    Case("dilated:{n}", {"dilation": 3}),
+    Case("global:1+window:{n}"),
+    Case("global:4+window:{n}"),
+]
+every_band = pytest.mark.parametrize("case", BANDED, ids=str)
+
+
+@pytest.fixture(params=[4, 7, 192])
+def block(request, monkeypatch):
+    monkeypatch.setattr(banded, "BLOCK", request.param)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The bands that were attended to."""
+    found = []
+
+    def spy(q, k, v, band, *rest, **options):
+        found.append(band)
+        return original(q, k, v, band, *rest, **options)
+
+    original = banded.banded
+    monkeypatch.setattr("abc_attn.attention.banded", spy)
+    return found
+
+
+def both(case, n, **options):
+    return [build(case, n, backend=backend, **options) for backend in ("reference", "auto")]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("control", "options", "band"),
+    [
+        ("window:5", {}, (0, 5, 1)),
+        ("dilated:5", {"dilation": 3}, (0, 5, 3)),
+        ("global:2+window:5", {}, (2, 5, 1)),
+    ],
+)
+def test_the_banded_path_is_taken(calls, backend, control, options, band):
+    attention = BoundedAttention(8, 2, control, causal=True, backend=backend, **options)
+    _, state = attention(torch.randn(1, 9, 8), return_state=True)
+    attention(torch.randn(1, 1, 8), state=state)
+    assert calls == [band, band]
+
+
+@pytest.mark.parametrize(
+    ("control", "options"),
+    [
+        ("window:5", {"gate": True}),
+        ("window:5", {"backend": "reference"}),
+        ("window:5", {"causal": False}),
+        ("window:5+mlp:3", {}),
+        ("window:5+global:2", {}),
+        ("global:2+window:5", {"gate": True}),
+        ("global:2+window:5", {"every": 2}),
+        ("global:2+window:5", {"positions": (1,)}),
+        ("global:2+dilated:5", {}),
+        ("global:2+dilated:5", {"dilation": 1}),
+        ("global:2", {}),
+        ("global:2+global:2", {}),
+    ],
+)
+def test_what_is_no_band_is_written_slot_by_slot(calls, control, options):
+    BoundedAttention(8, 2, control, **{"causal": True} | options)(torch.randn(1, 9, 8))
+    assert not calls
+
+
+def test_a_subclass_may_decide_otherwise(calls):
+    class Last(Window):
+        def decide(self, position, count, like):
+            return super().decide(position * 0, count, like)
+
+    site = {"embed_dim": 8, "num_heads": 2, "head_dim": 4, "causal": True}
+    x = torch.randn(1, 6, 8)
+    attention = BoundedAttention(8, 2, Last(3, **site), causal=True)
+    last = BoundedAttention(8, 2, make_control("window:1", **site), causal=True)
+    last.load_state_dict(attention.state_dict())
+    assert error(attention(x), last(x)) <= 1e-6
+    assert len(calls) == 1
+    assert all(control.band is CONTROLS[name].band for name, control in CONTROLS.items())
+
+
+@every_band
+@pytest.mark.parametrize("n", [1, 3, 20, 64])
+def test_blocks_are_the_loop_from_any_state(case, n, block):
+    """Outputs, memory and gradients, those of the incoming state among them; rows stand at different positions."""
+    padding = torch.zeros(3, 30, dtype=torch.bool)
+    padding[0, :], padding[1, 2:] = True, True
+    loop, attention = both(case, n)
+    _, start = loop(tokens(3, 30), key_padding_mask=padding, return_state=True)
+    results = []
+    for each in (loop, attention):
+        x = tokens(3, 41, seed=4).requires_grad_()
+        k, v = (part.detach().requires_grad_() for part in start.memory[:2])
+        seen = (part.where(start.memory.used[..., None], 0) for part in (k, v))  # no one may care what unused rows hold
+        y, state = each(x, state=start._replace(memory=Memory(*seen, *start.memory[2:])), return_state=True)
+        mixed = torch.cat([y.flatten(), state.memory.k.flatten(), state.memory.v.flatten()])
+        results.append((y, state, gradients(mixed, each, x, k, v)))
+    (y, state, found), (expected_y, expected_state, expected) = results[1], results[0]
+    assert error(y, expected_y) <= 1e-12
+    assert_same_state(state, expected_state, 1e-12)
+    assert gradient_error(found, expected) <= 1e-11
+    assert n == 1 or any(g.any() for g in expected[1:3])
+
+
+@every_band
+@pytest.mark.parametrize("n", [1, 5])
+def test_padding_anywhere_is_the_loop(case, n, block):
+    padding = torch.rand(5, 26, generator=torch.Generator().manual_seed(0)) < 0.4
+    padding[0], padding[1, :9], padding[2, 9:], padding[3, 7:11] = True, True, True, True
+    x = tokens(5, 52)
+    results = []
+    for each in both(case, n):
+        given = x.clone().requires_grad_()
+        first, state = each(given[:, :26], key_padding_mask=padding, return_state=True)
+        second, state = each(given[:, 26:], key_padding_mask=padding, state=state, return_state=True)
+        y = torch.cat([first, second], 1)
+        results.append((y, state, gradients(y, each, given)))
+    (expected_y, expected_state, expected), (y, state, found) = results
+    assert error(y, expected_y) <= 1e-12
+    assert_same_state(state, expected_state, 1e-12)
+    assert gradient_error(found, expected) <= 1e-11
+
+
+@every_band
+def test_states_are_exchanged_with_the_loop_in_mid_sequence(case, block):
+    x = tokens(2, 40)
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[1, [0, 7, 8, 19, 30]] = True  # 7 and 19 are steps of one token
+    loop, attention = both(case, 5)
+    expected, end = loop(x, key_padding_mask=padding, return_state=True)
+    for offset in (0, 1):
+        parts, state = [], None
+        pieces = zip(x.tensor_split([7, 8, 19, 20, 21], 1), padding.tensor_split([7, 8, 19, 20, 21], 1), strict=True)
+        for i, (piece, mask) in enumerate(pieces):
+            part, state = (loop, attention)[(i + offset) % 2](
+                piece, key_padding_mask=mask, state=state, return_state=True
+            )
+            parts.append(part)
+        assert error(torch.cat(parts, 1), expected) <= 1e-12
+        assert_same_state(state, end, 1e-12)
+
+
+@every_band
+def test_a_step_leaves_the_state_it_was_given(case):
+    attention = build(case, 3)
+    _, state = attention(tokens(2, 9), return_state=True)
+    before = [part.clone() for part in state._tensors().values()]
+    _, after = attention(tokens(2, 1), state=state, return_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, state._tensors().values(), strict=True))
+    assert after.nbytes == state.nbytes
+
+
+@every_band
+def test_padding_may_hold_anything(case):
+    attention = build(case, 3)
+    padding = torch.tensor([[True, False, False, True, False, True]])
+    x = tokens(1, 6)
+    expected = attention(x, key_padding_mask=padding)
+    x[padding] = torch.inf
+    x.requires_grad_()
+    y = attention(x, key_padding_mask=padding)
+    assert error(y, expected) <= 1e-12
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad[~padding].isfinite().all()
+
+
+def test_dropout_falls_on_the_read_weights(block):
+    """A window of one token has one weight, 1: dropped or doubled."""
+    attention = BoundedAttention(8, 1, "window:1", causal=True, dropout=0.5, bias=False)
+    x = torch.randn(1, 400, 8)
+    dropped = attention(x)
+    whole = attention.eval()(x)
+    silent, doubled = (dropped == 0).all(-1), torch.isclose(dropped, 2 * whole, rtol=1e-4, atol=1e-5).all(-1)
+    assert (silent ^ doubled).all()
+    assert 100 < silent.sum() < 300
+
+
+def test_what_is_kept_for_the_backward_pass_grows_with_t_alone():
+    kept = {}
+    for t in (2048, 4096):
+        attention = BoundedAttention(8, 2, "window:16", causal=True)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            attention(torch.randn(1, t, 8))
+        kept[t] = sum(sizes)
+    assert kept[4096] < 2.2 * kept[2048]
