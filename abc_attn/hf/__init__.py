@@ -1,0 +1,1 @@
+"""Hugging Face models with bounded memory."""
