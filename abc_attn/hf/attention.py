@@ -50,8 +50,8 @@ def padding_mask(
 
 def _never(*args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError(
-        f"attn_implementation={IMPLEMENTATION!r} belongs to the models of abc_attn.hf, and this model's attention is an "
-        "ordinary one: convert the model with abc_attn.hf.convert"
+        f"attn_implementation={IMPLEMENTATION!r} belongs to the models of abc_attn.hf, and this model's attention is "
+        "an ordinary one: convert the model with abc_attn.hf.convert"
     )
 
 
@@ -71,7 +71,8 @@ class ConvertedAttention(MemoryAttention):
         sizes = self.sizes(original)
         super().__init__(**sizes, causal=self.site(original) == "self", scale=original.scaling)
         for name, child in original.named_children():
-            self.add_module(name, child)
+            if name != "dropout":  # BERT's is a module; of it the rate is needed, which there is already
+                self.add_module(name, child)
         self.train(original.training)
         self.layer_idx = layer_idx
         # Not registered here: the model owns its controls, once each, however many layers share them.
@@ -189,7 +190,7 @@ class BoundedLlamaAttention(ConvertedAttention):
     ) -> tuple[Tensor, State]:
         rotated, k = apply_rotary_pos_emb(q, k, rotation[0], rotation[1])
         if isinstance(rotation, Rotation) and rotation.sinks is not None:
-            return attend_with_sinks(self, rotation, source, q, rotated, k, v, key_padding_mask, state)
+            return attend_with_sinks(self, rotation.sinks, source, q, rotated, k, v, key_padding_mask, state)
         return self.attend(source, rotated, k, v, key_padding_mask=key_padding_mask, state=state)
 
 
@@ -236,10 +237,6 @@ class BoundedBertAttention(ConvertedAttention):
     def sizes(cls, original: Any) -> dict[str, Any]:
         heads = {"num_heads": original.num_attention_heads, "num_kv_heads": original.num_attention_heads}
         return heads | {"head_dim": original.attention_head_size, "dropout": original.dropout.p}
-
-    def __init__(self, original: nn.Module, control: Control, layer_idx: int) -> None:
-        super().__init__(original, control, layer_idx)
-        del self._modules["dropout"]  # an nn.Dropout there, of which the rate is what we need
 
     @classmethod
     def site(cls, original: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from abc_attn.hf.models import BOUNDED, BoundedModel
 
@@ -55,16 +55,21 @@ def convert(
     )
     with torch.device("meta"):
         bounded = target(config)
-    # The weights, buffers and all else that the model is made of move over as they are.
-    bounded._modules, bounded._parameters, bounded._buffers = (
-        dict(model._modules),
-        dict(model._parameters),
-        dict(model._buffers),
-    )
+    _move(model, bounded, config)
+    if model.can_generate():
+        bounded.generation_config = model.generation_config
+    return bounded.train(model.training)
+
+
+def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfig) -> None:
+    """All that `model` is made of, weights and buffers as they are, becomes `bounded`'s; then attention is replaced."""
+    for name, part in bounded.named_children():
+        if isinstance(part, BoundedModel):  # a body that transformers built by AutoModel
+            _move(model.get_submodule(name), part, config)  # type: ignore[arg-type]
+            model.add_module(name, part)
+    bounded._modules, bounded._parameters = dict(model._modules), dict(model._parameters)
+    bounded._buffers = dict(model._buffers)
     for module in bounded.modules():
         if hasattr(module, "config"):
             module.config = config
     bounded.bind_attention()
-    if model.can_generate():
-        bounded.generation_config = model.generation_config
-    return bounded.train(model.training)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -69,6 +71,8 @@ class BoundedModel(PreTrainedModel):
                 adapter = adapter_of(child)
                 if adapter is not None:
                     places.setdefault(adapter.site(child), []).append((parent, name, adapter))
+        if not places:  # transformers built the body of this model by AutoModel, so that it is bounded already
+            return
         for site in config.where or ():
             if site not in places:
                 has = ", ".join(places)
@@ -126,6 +130,14 @@ class BoundedModel(PreTrainedModel):
                 return
         super()._init_weights(module)
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
+        """As ever, and a model card (README.md) beside the weights if there is none."""
+        saved = super().save_pretrained(save_directory, *arguments, **options)
+        card = Path(save_directory) / "README.md"
+        if Path(save_directory).is_dir() and not card.exists():
+            card.write_text(model_card(self), encoding="utf-8")
+        return saved
+
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, IMPLEMENTATION):
             raise ValueError(
@@ -174,6 +186,47 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
         tokens = bound["inputs_embeds"] if bound.get("input_ids") is None else bound["input_ids"]
         given = given | {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]}
     return arguments, given
+
+
+def model_card(model: BoundedModel) -> str:
+    """A README.md that says what the model is, in the form that model hubs read."""
+    config: Any = model.config
+    name = type(model).__name__
+    auto = next(auto.__name__ for kind, auto in AUTO.items() if name.endswith(kind))
+    facts = {
+        "control": f"`{config.control}`",
+        "slots": f"`{config.slots}`" if config.slots is not None else "as the control says (64 if it does not)",
+        "options": f"`{config.control_options}`" if config.control_options else "none",
+        "sites of attention": ", ".join(config.where) if config.where else "all",
+        "layers": ", ".join(map(str, config.layers)) + " (the others are exact)" if config.layers else "all",
+        "control tied across layers": "yes" if config.tie_control else "no",
+        "positions": f"`{config.positions}`",
+        "source model": f"`{config.source_model}`" if config.source_model else "none: it was built from its config",
+    }
+    rows = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
+    return f"""---
+library_name: transformers
+tags:
+- abc-attn
+- bounded-memory
+---
+
+# {name}
+
+A {config.model_type.removeprefix("bounded_")} model whose attention reads a memory of fixed size
+([ABC: Attention with Bounded-memory Control](https://aclanthology.org/2022.acl-long.515)) instead of every key and value.
+
+| | |
+|---|---|
+{rows}
+
+```python
+import abc_attn.hf  # makes the Auto classes know this model
+from transformers import {auto}
+
+model = {auto}.from_pretrained("path/to/this/folder")
+```
+"""
 
 
 AUTO = {

@@ -25,15 +25,21 @@ if TYPE_CHECKING:
 POSITIONS = ("absolute", "slot")
 
 
+class Sinks(NamedTuple):
+    """How sinks are read once the text is longer than the memory."""
+
+    rows: Tensor  # of the memory, that hold them
+    cos: Tensor  # b t d   at the position from which each query sees them
+    sin: Tensor
+    held: Tensor  # b t   the tokens that become sinks
+
+
 class Rotation(NamedTuple):
     """The position embeddings of one forward pass, the same for all layers."""
 
     cos: Tensor  # b t d   at the position of each token
     sin: Tensor
-    sinks: Tensor | None = None  # rows of the memory that hold sinks; None as long as all distances are true ones
-    sink_cos: Tensor | None = None  # b t d   at the position from which each query sees the sinks
-    sink_sin: Tensor | None = None
-    held: Tensor | None = None  # b t   the tokens that become sinks
+    sinks: Sinks | None = None  # None as long as every distance is the true one
 
 
 class SlotRotary(nn.Module):
@@ -55,9 +61,8 @@ class SlotRotary(nn.Module):
         cos, sin = self._turn(x, position_ids)
         if not len(self.sinks) or not bool((position_ids >= self.slots).any()):
             return Rotation(cos, sin)
-        sink_cos, sink_sin = self._turn(x, position_ids.clamp(max=self.slots - 1))
-        rows = self.sinks.to(x.device)
-        return Rotation(cos, sin, rows, sink_cos, sink_sin, position_ids < len(rows))
+        turned = self._turn(x, position_ids.clamp(max=self.slots - 1))
+        return Rotation(cos, sin, Sinks(self.sinks.to(x.device), *turned, position_ids < len(self.sinks)))
 
     def _turn(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         angle = position[..., None].double() * self.rotary.inv_freq.double()
@@ -83,7 +88,7 @@ def sink_rows(control: Control) -> Tensor:
 
 def attend_with_sinks(
     attention: MemoryAttention,
-    rotation: Rotation,
+    sinks: Sinks,
     source: Tensor,
     q: Tensor,
     rotated: Tensor,
@@ -97,15 +102,13 @@ def attend_with_sinks(
     For this call [q at t, q at its slot] meets [k, 0] in the window and [0, k] in the sinks: one softmax over both,
     exact for every query of the chunk. The state keeps its width.
     """
-    assert rotation.sink_cos is not None and rotation.sink_sin is not None and rotation.held is not None
-    rows, d = rotation.sinks, k.shape[-1]
-    cos, sin = rotation.sink_cos[:, None], rotation.sink_sin[:, None]
+    d, cos, sin = k.shape[-1], sinks.cos[:, None], sinks.sin[:, None]
     q = torch.cat([rotated, q * cos + rotate_half(q) * sin], dim=-1)
-    held = rotation.held[:, None, :, None]
+    held = sinks.held[:, None, :, None]
     k = torch.cat([k.masked_fill(held, 0), k.masked_fill(~held, 0)], dim=-1)
     if state is not None:
         wide = torch.cat([state.memory.k, torch.zeros_like(state.memory.k)], dim=-1)
-        wide[:, :, rows] = wide[:, :, rows].roll(d, dims=-1)
+        wide[:, :, sinks.rows] = wide[:, :, sinks.rows].roll(d, dims=-1)
         state = state._replace(memory=state.memory._replace(k=wide))
     options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "state": state}
     out, state = attention.attend(source, q, k, v, **options)
