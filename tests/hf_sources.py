@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from abc_attn.hf.models import BOUNDED
@@ -29,9 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SIZES["roberta"], SIZES["bart"] = SIZES["bert"], SIZES["marian"]
 CLASSES = sorted(BOUNDED, key=lambda cls: cls.__name__)
-GENERATING = [
-    cls for cls in CLASSES if cls.can_generate() and "LMHead" not in cls.__name__ or cls.__name__ == "GPT2LMHeadModel"
-]
+GENERATING = [cls for cls in CLASSES if cls.can_generate()]
 
 
 def source(cls: type, **changed: Any) -> Any:

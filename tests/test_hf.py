@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from hf_sources import CLASSES, GENERATING, batch, inputs, outputs, source  # noqa: E402
 
 from abc_attn import CONTROLS  # noqa: E402
-from abc_attn.hf import convert, load_state, save_state  # noqa: E402
+from abc_attn.hf import convert  # noqa: E402
 from abc_attn.hf.attention import ADAPTERS  # noqa: E402
 
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

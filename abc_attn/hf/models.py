@@ -122,12 +122,14 @@ class BoundedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """A control that a checkpoint lacks starts as its constructor starts it, not as the family starts a Linear."""
         for key, control in (self._modules.get("controls") or nn.ModuleDict()).items():
-            if module is control:
-                shape = {name: getattr(control, name) for name in ("embed_dim", "num_heads", "head_dim", "causal")}
-                fresh = self._make_control(key.partition("_")[0], shape).state_dict()
-                for name, tensor in control.state_dict(keep_vars=True).items():
-                    init.copy_(tensor, fresh[name])
-                return
+            for name, part in control.named_modules():
+                if part is module:
+                    shape = {name: getattr(control, name) for name in ("embed_dim", "num_heads", "head_dim", "causal")}
+                    fresh = self._make_control(key.partition("_")[0], shape).get_submodule(name)
+                    values = dict((*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)))
+                    for own, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                        init.copy_(tensor, values[own])
+                    return
         super()._init_weights(module)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
@@ -213,8 +215,8 @@ tags:
 
 # {name}
 
-A {config.model_type.removeprefix("bounded_")} model whose attention reads a memory of fixed size
-([ABC: Attention with Bounded-memory Control](https://aclanthology.org/2022.acl-long.515)) instead of every key and value.
+A {config.model_type.removeprefix("bounded_")} model whose attention reads a memory of fixed size instead of every
+key and value ([ABC: Attention with Bounded-memory Control](https://aclanthology.org/2022.acl-long.515)).
 
 | | |
 |---|---|
