@@ -93,7 +93,7 @@ def test_left_padding_does_not_count():
 
 @pytest.mark.parametrize(
     ("control", "said"),
-    [("mlp:4", "'mlp'"), ("global:2+mlp:4", "'mlp'"), ("random:4", "'random'"), ("softmax", "'softmax'")],
+    [("mlp:4", "'mlp'"), ("global:2+mlp:4", "mlp:4'"), ("random:4", "'random'"), ("softmax", "'softmax'")],
 )
 def test_it_is_for_tokens_kept_whole(control, said):
     with pytest.raises(ValueError, match="positions='slot' is for tokens kept whole") as error:

@@ -12,15 +12,15 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.bart.modeling_bart import BartAttention
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, rotate_half
 from transformers.models.marian.modeling_marian import MarianAttention
 from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaSelfAttention
 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
-from abc_attn.core import State
 from abc_attn.hf.cache import BoundedLayer, bounded_layer
-from abc_attn.hf.positions import Rotation, attend_with_sinks
+from abc_attn.hf.positions import Rotation
+from abc_attn.hf.ring import Ring
 
 # Under this name transformers asks us for a mask. Every model here has it as config._attn_implementation.
 IMPLEMENTATION = "bounded"
@@ -78,6 +78,7 @@ class ConvertedAttention(MemoryAttention):
         # Not registered here: the model owns its controls, once each, however many layers share them.
         self.__dict__["control"] = control
         self.describe_states()
+        self.ring = Ring.of(control) if self.causal else None
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -127,7 +128,13 @@ class ConvertedAttention(MemoryAttention):
             out = self.recall(self._heads(q), state)
         else:
             q, k, v = (self._heads(x) for x in self.project(hidden_states, source))  # type: ignore[arg-type]
-            out, state = self.remember(source, q, k, v, attention_mask, state, position_embeddings, cross)
+            q, k, to_sinks = self.rotate(q, k, position_embeddings)
+            if self.ring is not None:
+                dropout = self.dropout if self.training else 0.0
+                options = (self._described, self.scale, dropout, to_sinks)
+                out, state = self.ring.attend(q, k, v, attention_mask, state, *options)
+            else:
+                out, state = self.attend(source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross)
             if layer is not None:
                 layer.keep(state, source.shape[1])
                 if cross:
@@ -135,18 +142,9 @@ class ConvertedAttention(MemoryAttention):
                     past_key_values.is_updated[self.layer_idx] = True
         return self.output(out.transpose(1, 2).flatten(2)), None
 
-    def remember(
-        self,
-        source: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        state: State | None,
-        rotation: Any,
-        cross: bool,
-    ) -> tuple[Tensor, State]:
-        return self.attend(source, q, k, v, key_padding_mask=key_padding_mask, state=state, cross=cross)
+    def rotate(self, q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q and k with their positions; and q as it reads the sinks, if that differs."""
+        return q, k, None
 
     def _layer(self, cache: Cache | None, cross: bool) -> BoundedLayer | None:
         if isinstance(cache, EncoderDecoderCache):
@@ -177,21 +175,12 @@ class BoundedLlamaAttention(ConvertedAttention):
     def output(self, merged: Tensor) -> Tensor:
         return self.o_proj(merged)
 
-    def remember(
-        self,
-        source: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        state: State | None,
-        rotation: Any,
-        cross: bool,
-    ) -> tuple[Tensor, State]:
-        rotated, k = apply_rotary_pos_emb(q, k, rotation[0], rotation[1])
+    def rotate(self, q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        to_sinks = None
         if isinstance(rotation, Rotation) and rotation.sinks is not None:
-            return attend_with_sinks(self, rotation.sinks, source, q, rotated, k, v, key_padding_mask, state)
-        return self.attend(source, rotated, k, v, key_padding_mask=key_padding_mask, state=state)
+            cos, sin = rotation.sinks
+            to_sinks = q * cos[:, None] + rotate_half(q) * sin[:, None]
+        return *apply_rotary_pos_emb(q, k, rotation[0], rotation[1]), to_sinks
 
 
 class BoundedGPT2Attention(ConvertedAttention):

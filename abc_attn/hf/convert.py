@@ -41,7 +41,9 @@ def convert(
     if not isinstance(positions, str):  # control "global" has an option of the same name
         control_options["positions"], positions = list(positions), "absolute"
     if not all(parameter.is_floating_point() for parameter in model.parameters()):
-        raise ValueError(f"this {type(model).__name__} is quantized; load it with its weights as floats and convert that")
+        raise ValueError(
+            f"this {type(model).__name__} is quantized; load it with its weights as floats and convert that"
+        )
     # "quantization_config" may tell how a file was quantized whose weights, as they were loaded, are floats.
     left_out = ("model_type", "quantization_config")
     family = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
