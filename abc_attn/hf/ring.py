@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from abc_attn.controls import Control
 from abc_attn.controls.base import Composition
@@ -149,9 +150,18 @@ class Ring:
             values = torch.cat([memory.v, v[:, :, some]], dim=2)
             scores = _scores(queries[0][:, :, :, some], keys)
             if len(queries) > 1:
-                to_sinks = _scores(queries[1][:, :, :, some], keys)
-                scores = torch.where((at < self.sinks)[:, None, None], to_sinks, scores)
-            weights = softmax_weights(scores.unflatten(2, (-1, len(earlier))), seen, dropout)
+                sinks, tokens = self._sink_rows(), slice(held.shape[1], None)
+                scores[..., sinks] = _scores(queries[1][:, :, :, some], keys[:, :, sinks])
+                if bool((position < self.sinks).any()):  # sinks of which this block is the first to know
+                    to_sinks = _scores(queries[1][:, :, :, some], keys[:, :, tokens])
+                    first = (position < self.sinks)[:, None, None]
+                    scores[..., tokens] = torch.where(first, to_sinks, scores[..., tokens])
+            scores = scores.unflatten(2, (-1, len(earlier)))
+            if padding is None:  # then each token sees itself at least, which spares a look for those that see none
+                weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+                weights = F.dropout(weights, dropout) if dropout else weights
+            else:
+                weights = softmax_weights(scores, seen, dropout)
             out.append((weights.flatten(2, 3) @ values).unflatten(2, (-1, len(earlier))))
             memory = self._write(memory, k[:, :, some], v[:, :, some], position, real, after)
             length = after
