@@ -10,6 +10,7 @@ Queries may have more heads than keys (grouped heads): query head i reads the me
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -406,64 +407,79 @@ class State(NamedTuple):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
-        from safetensors.torch import save_file
-
-        metadata = {"format": _FORMAT, "version": _VERSION, "control": self.control, "cross": str(self.cross)}
-        metadata["inner"] = "none" if self.inner is None else str(len(self.inner))
-        with whole_file(path) as temporary:
-            save_file(
-                {name: part.detach().contiguous().clone() for name, part in self._tensors().items()},
-                temporary,
-                metadata,
-            )
+        save_states({"": self}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
         """Read what `save` wrote; anything else, and any state with a NaN or an infinite memory, is refused."""
-        from safetensors import SafetensorError, safe_open
+        states, _ = load_states(path, device)
+        if "" not in states:
+            raise ValueError(f"{path} holds the states of several layers; abc_attn.hf.load_state reads it")
+        return states[""]
 
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no state file at {path}")
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from None
-        if metadata.get("format") != _FORMAT:
+
+def save_states(states: Mapping[str, State], path: str | os.PathLike[str], **facts: str) -> None:
+    """Write named states, and what else is to be known of them, into one safetensors file."""
+    from safetensors.torch import save_file
+
+    metadata = {"format": _FORMAT, "version": _VERSION, **facts}
+    tensors = {}
+    for name, state in states.items():
+        inner = "none" if state.inner is None else str(len(state.inner))
+        metadata |= {name + "control": state.control, name + "cross": str(state.cross), name + "inner": inner}
+        tensors |= {name + part: x.detach().contiguous().clone() for part, x in state._tensors().items()}
+    with whole_file(path) as temporary:
+        save_file(tensors, temporary, metadata)
+
+
+def load_states(
+    path: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> tuple[dict[str, State], dict[str, str]]:
+    """What `save_states` wrote: the states by name, and all else that was said of them."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no state file at {path}")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            facts = file.metadata() or {}
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+    for fact, accepted in (("format", _FORMAT), ("version", _VERSION)):
+        if facts.get(fact) != accepted:
             raise ValueError(
-                f"{path} is not a saved State: its format is {metadata.get('format')!r}, {_FORMAT!r} is accepted"
+                f"{path} is not a saved state: {fact} {facts.get(fact)!r} was found, {accepted!r} is accepted"
             )
-        if metadata.get("version") != _VERSION:
+    names = [fact.removesuffix("control") for fact in facts if fact.endswith("control")]
+    if not names:
+        raise ValueError(f"{path} lacks 'control': it is not whole, save it again")
+    return {name: _load_state(name, parts, facts, path) for name in names}, facts
+
+
+def _load_state(name: str, parts: dict[str, Tensor], facts: dict[str, str], path: str | os.PathLike[str]) -> State:
+    try:
+        count = facts[name + "inner"]
+        inner = None if count == "none" else tuple(parts[f"{name}inner.{i}"] for i in range(int(count)))
+        memory = Memory(*(parts[f"{name}memory.{field}"] for field in Memory._fields))
+        carried = {part: parts.get(name + part) for part in ("readable", "packed")}
+        cross = facts[name + "cross"] == "True"
+        state = State(memory, inner, parts[name + "length"], facts[name + "control"], **carried, cross=cross)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} lacks {error}: it is not whole, save it again") from None
+    for part, tensor, dtype in (("memory.used", memory.used, torch.bool), ("length", state.length, torch.int64)):
+        if tensor.dtype != dtype:
+            raise ValueError(f"{path}: {name}{part} has dtype {tensor.dtype}, {dtype} is accepted")
+    for part, tensor in state._tensors().items():
+        if tensor.shape[:1] != state.length.shape:
             raise ValueError(
-                f"{path} has version {metadata.get('version')!r} of the state format, {_VERSION!r} is accepted"
+                f"{path}: {name}{part} has shape {tuple(tensor.shape)}, its first axis must be {len(state.length)} rows"
             )
-        try:
-            inner = (
-                None
-                if metadata["inner"] == "none"
-                else tuple(parts[f"inner.{i}"] for i in range(int(metadata["inner"])))
-            )
-            memory = Memory(*(parts[f"memory.{field}"] for field in Memory._fields))
-            carried = {name: parts.get(name) for name in ("readable", "packed")}
-            state = cls(
-                memory, inner, parts["length"], metadata["control"], **carried, cross=metadata["cross"] == "True"
-            )
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path} lacks {error}: it is not whole, save it again") from None
-        for name, part, dtype in (("memory.used", memory.used, torch.bool), ("length", state.length, torch.int64)):
-            if part.dtype != dtype:
-                raise ValueError(f"{path}: {name} has dtype {part.dtype}, {dtype} is accepted")
-        for name, part in state._tensors().items():
-            if part.shape[:1] != state.length.shape:
-                raise ValueError(
-                    f"{path}: {name} has shape {tuple(part.shape)}, its first axis must be {len(state.length)} rows"
-                )
-            if part.is_floating_point() and bool(part.isnan().any()):
-                raise ValueError(f"{path}: {name} contains NaN; a state must be finite to be continued")
-            if not name.startswith("inner") and bool(part.isinf().any()):  # an empty sum's logarithm is -inf
-                raise ValueError(f"{path}: {name} contains inf; a state must be finite to be continued")
-        return state
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise ValueError(f"{path}: {name}{part} contains NaN; a state must be finite to be continued")
+        if not part.startswith("inner") and bool(tensor.isinf().any()):  # an empty sum's logarithm is -inf
+            raise ValueError(f"{path}: {name}{part} contains inf; a state must be finite to be continued")
+    return state
 
 
 _FORMAT, _VERSION = "abc-attn state", "1"

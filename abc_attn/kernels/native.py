@@ -97,8 +97,8 @@ def native_mean(
     mask_empty: bool,
     scale: float | None,
 ) -> tuple[Tensor, Memory, Tensor]:
-    """Each slot the weighted mean of the tokens: so far if causal (normaliser.running_mean and core.reference in one), of
-    all of them if not (running_mean, core.write and core.read in one)."""
+    """Attention over weighted means, of the tokens so far or of all: running_mean and core.reference, or running_mean,
+    core.write and core.read, in one."""
     options = (True, False, mask_empty, causal, query_scale(q, scale))
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
 
@@ -168,7 +168,8 @@ def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, li
     scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
-    floats = _library().abc_checkpoint_floats(ctypes.byref(_arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)))
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
+    floats = _library().abc_checkpoint_floats(ctypes.byref(args))
     return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, scores, v.new_empty(floats if saves else 0)
 
 

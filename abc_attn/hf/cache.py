@@ -1,0 +1,168 @@
+"""The bounded state as a transformers Cache: one State a layer, whose size does not depend on the length."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from abc_attn.core import State, load_states, save_states
+
+
+class BoundedLayer(CacheLayerMixin):
+    """What one attention remembers between calls: its State, and how many columns of input it has seen."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State | None = None
+        self.columns = 0  # padding included, as transformers counts; State.length counts real tokens, row by row
+
+    def keep(self, state: State, columns: int) -> None:
+        """Take over the state after `columns` more tokens a row."""
+        self.state, self.columns, self.is_initialized = state, self.columns + columns, True
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes
+
+    @property
+    def batch_size(self) -> int:
+        if self.state is None:
+            raise AttributeError("an empty layer has no batch size")  # transformers asks with hasattr
+        return len(self.state.length)
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1  # transformers' word for no maximum
+
+    def reset(self) -> None:
+        self.state, self.columns, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero()[:, 0]
+            self.state = self.state.reorder(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            rows = torch.arange(len(self.state.length), device=self.state.length.device)
+            self.state = self.state.reorder(rows.repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        if self.state is not None:
+            self.device, self.state = self.state.length.device, self.state.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.state is not None:
+            self.state = self.state.to(self.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                "a bounded memory cannot forget its last tokens: crop() is not supported, nor is assisted decoding, "
+                "which needs it. Keep a copy of the cache (copy.deepcopy) from before those tokens instead"
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._refuse()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(
+            "a bounded cache was given to a model with ordinary attention, which needs every key and value: "
+            "use transformers' DynamicCache there"
+        )
+
+
+class BoundedCache(DynamicCache):
+    """A Cache of BoundedLayers, one for each attention layer, made as the layers ask for them."""
+
+    def __init__(self) -> None:
+        Cache.__init__(self, layer_class_to_replicate=BoundedLayer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage that all states own."""
+        return state_bytes(self)
+
+
+def bounded_layer(cache: Cache, layer_idx: int) -> BoundedLayer:
+    """The layer of `cache` for attention number `layer_idx`. A DynamicCache that is still empty becomes bounded."""
+    if not isinstance(cache, DynamicCache):
+        raise TypeError(
+            f"bounded attention keeps its state in a BoundedCache or an empty DynamicCache, got {type(cache).__name__}"
+        )
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append(BoundedLayer())
+    layer = cache.layers[layer_idx]
+    if not isinstance(layer, BoundedLayer):
+        if layer.get_seq_length():
+            raise TypeError(
+                f"layer {layer_idx} of this cache holds the keys and values of another model's ordinary attention; "
+                "pass an empty cache, or one that this model has returned"
+            )
+        layer = cache.layers[layer_idx] = BoundedLayer()
+    return layer
+
+
+def state_bytes(cache: Cache) -> int:
+    """Bytes of storage that the states in a cache own, those of the cross-attention included."""
+    return sum(layer.nbytes for layer in _bounded_layers(cache).values())
+
+
+def save_state(cache: Cache, path: str | os.PathLike[str]) -> None:
+    """Write what a model remembers (its `past_key_values`) into one safetensors file.
+
+    The size of the file does not depend on the length of the prompt. It includes a cross-attention's memory.
+    """
+    layers = _bounded_layers(cache)
+    if not layers:
+        raise ValueError("this cache is empty: nothing has been read yet, so there is no state to save")
+    columns = {f"{name}columns": str(layer.columns) for name, layer in layers.items()}
+    save_states({name: layer.state for name, layer in layers.items() if layer.state is not None}, path, **columns)
+
+
+def load_state(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Cache:
+    """The cache that `save_state` wrote, to go on from: `model(..., past_key_values=load_state(path))`."""
+    states, facts = load_states(path, device)
+    caches = {"self": BoundedCache(), "cross": BoundedCache()}
+    for name, state in states.items():
+        if f"{name}columns" not in facts:
+            raise ValueError(f"{path} holds the state of a single attention; abc_attn.State.load reads it")
+        site, layer_idx, _ = name.split(".")
+        bounded_layer(caches[site], int(layer_idx)).keep(state, int(facts[f"{name}columns"]))
+    return EncoderDecoderCache(caches["self"], caches["cross"]) if len(caches["cross"]) else caches["self"]
+
+
+def _bounded_layers(cache: Cache) -> dict[str, BoundedLayer]:
+    """The layers that hold a state, by name ("self.3.")."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"a transformers Cache is needed, got {type(cache).__name__}")
+    parts = {"self": cache}
+    if isinstance(cache, EncoderDecoderCache):
+        parts = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    found = {}
+    for site, part in parts.items():
+        for layer_idx, layer in enumerate(part.layers):
+            if not isinstance(layer, BoundedLayer):
+                if layer.get_seq_length():
+                    raise TypeError(f"layer {layer_idx} of this cache is a {type(layer).__name__}, not a bounded state")
+            elif layer.state is not None:
+                found[f"{site}.{layer_idx}."] = layer
+    return found
