@@ -124,9 +124,35 @@ def test_operator_is_sound():
     q, k, v, logits = (x.requires_grad_() for x in inputs(b=1, h=1, t=5, n=3, d=2, e=2))
     memory = Memory(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3), torch.zeros(1, 1, 3).bool())
     total = torch.full((1, 1, 3), -torch.inf, dtype=torch.float64)
-    options = (False, False, 0.7, True)  # linear, mask_empty, scale, saves
+    options = (False, False, True, 0.7, True)  # linear, mask_empty, causal, scale, saves
     torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *options))
     torch.library.opcheck(_forward, (q, k, v, logits, -logits.abs().detach(), None, *memory, None, False, *options))
+    whole = (False, False, False, 0.7, True)
+    torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *whole))
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"n": 5, "d": 7, "e": 3}, {"n": 64, "d": 64, "e": 64, "t": 300}, {"g": 2, "n": 33}]
+)
+def test_whole_sequences(sizes, scale):
+    """Not causal: continued, with padding and with more queries than tokens, in outputs, states and gradients."""
+    tensors = inputs(**sizes, scale=scale)
+    queries = torch.cat([tensors[0], tensors[0].flip(2)], dim=2)
+    padding = torch.zeros(len(queries), tensors[1].shape[2], dtype=torch.bool)
+    padding[0, -9:] = True
+
+    def outcome(backend, dtype):
+        q, *rest = leaves = [x.to(dtype).clone().requires_grad_() for x in (queries, *tensors[1:])]
+        early, late = ([x[:, :, part] for x in rest] for part in (slice(7), slice(7, None)))
+        options = {"causal": False, "backend": backend}
+        _, state = mlp_attention(q, *early, **options)
+        out, (memory, total) = mlp_attention(q, *late, state, key_padding_mask=padding[:, 7:], **options)
+        loss = out.square().sum() + memory.k.sum() + memory.v.square().sum() + total.sin().sum()
+        grads = torch.autograd.grad(loss, leaves)
+        return [x.detach().double() for x in (out, *memory[:3], total)], [x.double() for x in grads]
+
+    assert_close(outcome("native", torch.float32), outcome("reference", torch.float64))
 
 
 def test_torch_compile():
