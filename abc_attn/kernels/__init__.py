@@ -87,14 +87,12 @@ def mlp_attention(
         case _:
             parts = f" of {', '.join(type(part).__name__ for part in state)}" if type(state) is tuple else ""
             raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}{parts}")
-    check_keys(k, v, Write(logits), None, key_padding_mask)
-    b, h, t, n = (*k.shape[:3], logits.shape[-1])
-    memory, log_total = (None, empty_total(b, h, n, k)) if state is None else state
+    memory, log_total = (None, None) if state is None else state
     out, memory, log_total = mean_attention(
         q,
         k,
         v,
-        logits.expand(b, h, t, n).to(memory_dtype(k)),
+        logits,
         memory,
         log_total,
         causal=causal,
@@ -112,7 +110,7 @@ def mean_attention(
     v: Tensor,
     log_weights: Tensor,
     memory: Memory | None,
-    log_total: Tensor,
+    log_total: Tensor | None,
     *,
     causal: bool,
     mask_empty: bool = False,
@@ -125,6 +123,8 @@ def mean_attention(
     check_backend(backend)
     check_keys(k, v, Write(log_weights), memory, key_padding_mask)
     expected = (*k.shape[:2], log_weights.shape[-1])
+    log_weights = log_weights.expand(*k.shape[:3], -1).to(memory_dtype(k))
+    log_total = empty_total(*expected, k) if log_total is None else log_total
     if log_total.shape != expected or log_total.dtype != torch.float64:
         raise ValueError(
             f"the normaliser must have shape {expected} and dtype torch.float64, "

@@ -74,6 +74,18 @@ __attribute__((always_inline)) static inline vec vexp(vec x) {
 #endif
 }
 
+// log(1 + y) for y in [0, 1]: 2 atanh(y / (2 + y)), whose series is short there.
+static inline vec vlog1p(vec y) {
+    vec s = y / (2.0f + y), square = s * s, p = splat(1.0f / 15);
+    p = p * square + 1.0f / 13;
+    p = p * square + 1.0f / 11;
+    p = p * square + 1.0f / 9;
+    p = p * square + 1.0f / 7;
+    p = p * square + 1.0f / 5;
+    p = p * square + 1.0f / 3;
+    return 2.0f * (s + s * (square * p));
+}
+
 // 1 / x to about one ulp.
 static inline vec reciprocal(vec x) {
 #if VL == 16
@@ -703,26 +715,34 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
     const float *phi = a->phi + row * n, *ld = a->log_decay ? a->log_decay + row * n : nullptr;
     const uint8_t *was_used = a->old_used + row * n, *readable = a->readable ? a->readable + row * n : nullptr;
     uint8_t *used = a->used + row * n;
-    for (int j = 0; j < np; j++) {
-        r[j] = 0, share[j] = -INFINITY;
-        if (j >= n) continue;
-        if (a->mean) {
-            // log(A + w) = the higher logarithm + log1p(...): fp32 is enough for the second, which is small
-            double before = a->old_total[row * n + j], high = before > phi[j] ? before : phi[j], after = high;
-            if (high != -INFINITY) {
-                after += log1pf(expf((float)-fabs(before - phi[j])));
-                r[j] = (float)(before - after), share[j] = (float)(phi[j] - after);
-            }
-            a->log_total[row * n + j] = after;
+    if (a->mean) {
+        // log(A + w) = the higher logarithm + log1p(...): fp32 is enough for the second, which is small
+        const double *before = a->old_total + row * n;
+        for (int j = 0; j < np; j++) {
+            const double high = j >= n ? -INFINITY : before[j] > phi[j] ? before[j] : phi[j];
+            r[j] = high == -INFINITY ? -INFINITY : (float)(before[j] - high);
+            share[j] = high == -INFINITY ? -INFINITY : (float)(phi[j] - high);
+        }
+        for (int j = 0; j < np; j += VL) {
+            vec low = load(r + j) < load(share + j) ? load(r + j) : load(share + j);  // the other is 0
+            store(change + j, vlog1p(vexp(low)));
+        }
+        for (int j = 0; j < n; j++) {
+            const double high = before[j] > phi[j] ? before[j] : phi[j];
+            a->log_total[row * n + j] = high + change[j];
             used[j] = was_used[j] || phi[j] > -INFINITY;
-        } else {
+        }
+        for (int j = 0; j < np; j += VL) {
+            store(r + j, load(r + j) - load(change + j));
+            store(share + j, vexp(load(share + j) - load(change + j)));
+        }
+    } else
+        for (int j = 0; j < n; j++) {
             r[j] = ld ? ld[j] : 0, share[j] = phi[j];
             used[j] = (was_used[j] && r[j] != -INFINITY) || phi[j] != 0;
         }
-    }
     for (int j = 0; j < np; j += VL) {
         vec left = vexp(load(r + j)), one = splat(1.0f);
-        if (a->mean) store(share + j, vexp(load(share + j)));
         ivec mild = left > splat(0.5f);
         store(kept + j, mild ? one : (vec){});
         store(change + j, mild ? (a->mean ? -load(share + j) : left - one) : left);

@@ -154,9 +154,8 @@ def _forward_now(
     scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else None
     checkpoints = v.new_empty(_library().abc_checkpoint_floats(ctypes.byref(args))) if saves else None
     _call(args, **tensors, **state, out=out, scores=scores, checkpoints=checkpoints)
-    none = v.new_empty(0)
     results = (out, *state.values(), scores, checkpoints)
-    return tuple(none.clone() if x is None else x for x in results)  # type: ignore[return-value]
+    return tuple(v.new_empty(0) if x is None else x for x in results)  # type: ignore[return-value]
 
 
 _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mutates_args=())
@@ -255,7 +254,7 @@ def _arguments(
 
 
 def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
-    return {name: None if x is None else x.detach().contiguous() for name, x in tensors.items()}
+    return {name: x if x is None or x.is_contiguous() else x.detach().contiguous() for name, x in tensors.items()}
 
 
 def _copy(x: Tensor) -> Tensor:
