@@ -215,8 +215,14 @@ def _states(contexts: Sequence[int], slots: int, width: int, heads: int, batch: 
 
 
 def _mlp_step(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state: State) -> Callable[[], Tensor]:
-    """A state is never changed in place, so every call is the same step."""
-    return lambda: mlp_attention(q, k, v, logits, state)[0]
+    """Every call goes on from the state before, as decoding does: the first is the step at the context itself."""
+
+    def step() -> Tensor:
+        nonlocal state
+        out, state = mlp_attention(q, k, v, logits, state)
+        return out
+
+    return step
 
 
 def _cache(batch: int, heads: int, context: int, width: int) -> Tensor:
