@@ -8,7 +8,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,11 +77,40 @@ def make_parser() -> Parser:
 
     add_benchmarks(add(bench, "speed and memory against softmax attention", "abc-attn bench op --output results"))
 
+    parser_train = add(
+        train,
+        "train a language model by a recipe",
+        "abc-attn train recipes/small/table1a/mlp-64.yaml data_dir=wikitext-2",
+    )
+    parser_train.add_argument("recipe", type=Path, help="a YAML file; see recipes/")
+    add_overrides(parser_train)
+    parser_train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+
     add(env, "versions, threads, and which backend is in use", "abc-attn env")
 
     parser_controls = add(controls, "the table of controls", "abc-attn controls --json")
     parser_controls.add_argument("--json", action="store_true", help="print JSON for other programs instead of a table")
     return parser
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """An argparse type: key=value."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"key=value is needed, got {text!r}")
+    return key, value
+
+
+def add_overrides(parser: Parser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        type=key_value,
+        metavar="key=value",
+        help="what to change in the recipe: any field of transformers' TrainingArguments or of AdaptiveLMConfig, or "
+        "one of task, block_size, data_dir, train_file, validation_file, test_file, dataset_name, dataset_config_name, "
+        "cache_dir, tokenizer, carry_state, init_from, items",
+    )
 
 
 def add_benchmarks(parser: Parser) -> None:
@@ -180,6 +210,41 @@ def bench(arguments: argparse.Namespace) -> None:
         raise OSError(error) from None
     if not passed:
         sys.exit(1)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train a language model as a recipe says, into its output_dir: the model, metrics.jsonl and checkpoints. Several
+    processes are started by torchrun: torchrun --nproc_per_node 2 -m abc_attn.cli train ..."""
+    with mistakes_are_one_line("train"):
+        from abc_attn.training import load_recipe, prepare
+        from abc_attn.training.recipe import parse_value
+
+        overrides = {key: parse_value(value) for key, value in arguments.overrides}
+        run = prepare(load_recipe(arguments.recipe, overrides), resume=arguments.resume)
+    with a_run_that_can_go_on():
+        run()
+
+
+@contextmanager
+def mistakes_are_one_line(extra: str) -> Iterator[None]:
+    """What a user can put right is said without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise OSError(error) from error
+    except ModuleNotFoundError as error:
+        raise OSError(f"this command needs {error.name}: pip install 'abc-attn[{extra}]'") from None
+
+
+@contextmanager
+def a_run_that_can_go_on() -> Iterator[None]:
+    try:
+        yield
+    except FloatingPointError as error:  # the loss: what to try is in the message
+        raise OSError(error) from error
+    except KeyboardInterrupt:
+        print("\nabc-attn: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def env(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ Axes: b batch, t tokens, D hidden_size, N = b t.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,8 +96,12 @@ class AdaptiveVocabulary(nn.Module):
         self.dropout = config.adaptive_dropout
         widths = [config.hidden_size // config.div_val**band for band in range(len(self.edges) - 1)]
         sizes = [stop - start for start, stop in zip(self.edges, self.edges[1:], strict=False)]
-        self.tables = nn.ModuleList(nn.Embedding(*shape) for shape in zip(sizes, widths, strict=True))
-        self.projections = nn.ModuleList(nn.Linear(width, config.hidden_size, bias=False) for width in widths)
+        self.tables: Sequence[nn.Embedding] = nn.ModuleList(  # type: ignore[assignment]
+            nn.Embedding(*shape) for shape in zip(sizes, widths, strict=True)
+        )
+        self.projections: Sequence[nn.Linear] = nn.ModuleList(  # type: ignore[assignment]
+            nn.Linear(width, config.hidden_size, bias=False) for width in widths
+        )
         # Each rarer band is one more entry of the first softmax.
         self.bands = nn.Linear(config.hidden_size, len(sizes) - 1, bias=False) if len(sizes) > 1 else None
 
@@ -185,7 +190,7 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
     config: AdaptiveLMConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
-    _no_split_modules = ("AdaptiveLMLayer",)
+    _no_split_modules = ["AdaptiveLMLayer"]  # noqa: RUF012 (transformers declares it so)
     _is_stateful = True  # a bounded memory cannot be rolled back: no assisted decoding
     # Every micro-batch has as many labels, so a mean of means is the mean.
     accepts_loss_kwargs = False
@@ -196,7 +201,7 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
         with torch.random.fork_rng(devices=[]):
             self.vocabulary = AdaptiveVocabulary(config)
             shared = self._make_control() if config.tie_control else None
-            self.layers = nn.ModuleList(
+            self.layers: Sequence[AdaptiveLMLayer] = nn.ModuleList(  # type: ignore[assignment]
                 AdaptiveLMLayer(config, shared or self._make_control()) for _ in range(config.num_hidden_layers)
             )
         if shared is not None:
@@ -253,8 +258,8 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> None:
         return None
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
@@ -298,7 +303,7 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.vocabulary.log_probabilities(hidden[:, kept])
         past = past_key_values if use_cache else None
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)  # type: ignore[arg-type]
         return output if return_dict is None or return_dict else output.to_tuple()
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
