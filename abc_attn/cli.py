@@ -86,6 +86,29 @@ def make_parser() -> Parser:
     add_overrides(parser_train)
     parser_train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
 
+    parser_reproduce = add(
+        reproduce,
+        "the paper's tables, and the synthetic tasks: train, score, and write results/",
+        "abc-attn reproduce table1a --rows base mlp-64 --seeds 0 1 --set data_dir=wikitext-2",
+    )
+    parser_reproduce.add_argument("what", choices=("table1a", "table1b", "recall", "copy"), help="what to reproduce")
+    parser_reproduce.add_argument(
+        "--scale", choices=("small", "full"), default="small", help="of a table (default: %(default)s)"
+    )
+    parser_reproduce.add_argument("--rows", nargs="+", metavar="ROW", help="only these recipes (default: all)")
+    parser_reproduce.add_argument(
+        "--seeds", nargs="+", type=whole_number(0), default=[0], metavar="SEED", help="one run each (default: 0)"
+    )
+    parser_reproduce.add_argument(
+        "--set", nargs="+", type=key_value, default=[], metavar="key=value", help="changes to every recipe"
+    )
+    parser_reproduce.add_argument(
+        "--recipes", type=Path, default=Path("recipes"), help="where recipes are (default: %(default)s)"
+    )
+    parser_reproduce.add_argument(
+        "--output", type=Path, default=Path("results"), help="where results go (default: %(default)s)"
+    )
+
     add(env, "versions, threads, and which backend is in use", "abc-attn env")
 
     parser_controls = add(controls, "the table of controls", "abc-attn controls --json")
@@ -225,6 +248,27 @@ def train(arguments: argparse.Namespace) -> None:
         run()
 
 
+def reproduce(arguments: argparse.Namespace) -> None:
+    """Train and score every row of a table of the paper, or the synthetic tasks over controls and slots; what is done
+    is not done again. Writes a JSON file for each run, and the table as Markdown beside the paper's numbers."""
+    with mistakes_are_one_line("train"):
+        from abc_attn.training import reproduce, synthetic
+        from abc_attn.training.recipe import parse_value
+
+        maker = reproduce if arguments.what in reproduce.TABLES else synthetic
+        plans = maker.plan(
+            arguments.what,
+            arguments.scale,
+            rows=arguments.rows,
+            seeds=arguments.seeds,
+            overrides={key: parse_value(value) for key, value in arguments.set},
+            recipes=arguments.recipes,
+            results=arguments.output,
+        )
+    with a_run_that_can_go_on():
+        print(maker.reproduce(arguments.what, arguments.scale, plans, arguments.output))
+
+
 @contextmanager
 def mistakes_are_one_line(extra: str) -> Iterator[None]:
     """What a user can put right is said without a traceback."""
@@ -243,7 +287,7 @@ def a_run_that_can_go_on() -> Iterator[None]:
     except FloatingPointError as error:  # the loss: what to try is in the message
         raise OSError(error) from error
     except KeyboardInterrupt:
-        print("\nabc-attn: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        print("\nabc-attn: interrupted; a run goes on from its last checkpoint (train: --resume)", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from abc_attn.cli import main
+from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
 from abc_attn.training import load_recipe, train
 from abc_attn.training.recipe import parse_value
+from abc_attn.training.reproduce import TABLES
 from abc_attn.training.trainer import LMTrainer, read_metrics
 
 TINY = {
@@ -222,13 +224,80 @@ def test_recipes_extend_each_other(tmp_path):
     (tmp_path / "a.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="mapping"):
         load_recipe(tmp_path / "a.yaml")
-    assert [parse_value(text) for text in ("1e-3", "2", "mlp:32", "[1, 2]", "true")] == [
-        1e-3,
-        2,
-        "mlp:32",
-        [1, 2],
-        True,
-    ]
+    values = {"1e-3": 1e-3, "2": 2, "mlp:32": "mlp:32", "[1, 2]": [1, 2], "true": True, "no": "no"}
+    assert {text: parse_value(text) for text in values} == values
+
+
+def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "recipes" / "small" / "table1b"
+    folder.mkdir(parents=True)
+    shared = TINY | {"data_dir": str(place / "text"), "cache_dir": str(place / "cache"), "max_steps": 4}
+    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272}))
+    (folder / "base.yaml").write_text("extends: _shared.yaml\ncontrol: softmax\n")
+    (folder / "t2r-32.yaml").write_text("extends: _shared.yaml\ncontrol: t2r:4\ninit_from: base\n")
+    (folder / "ours.yaml").write_text("extends: _shared.yaml\ncontrol: mlp:4\n")
+    assert main(["reproduce", "table1b", "--rows", "t2r-32"]) == 2
+    assert "row t2r-32 starts from the trained base: add it to --rows" in capsys.readouterr().err
+    assert main(["reproduce", "table1b"]) == 0
+    results = tmp_path / "results" / "table1b"
+    assert {path.name for path in results.iterdir()} == {
+        "small.md", "small-base-seed0.json", "small-t2r-32-seed0.json", "small-ours-seed0.json"
+    }  # fmt: skip
+    record = json.loads((results / "small-ours-seed0.json").read_text())
+    assert record["perplexity"]["test"].keys() == {"256", "stream"}
+    assert record["training"]["steps"] == 4
+    assert str(place) not in json.dumps(record)
+    rows = [line.strip("| ").split(" | ") for line in (results / "small.md").read_text().splitlines() if "|" in line]
+    assert [row[0] for row in rows[2:]] == ["base", "t2r-32", "ours"]  # the paper's first
+    assert rows[2][-2:] == ["17.9", "18.5"]
+    assert rows[2][6:8] == ["n/a", "n/a"]  # softmax is not streamed
+    assert rows[4][-2:] == ["-", "-"]
+
+    monkeypatch.setattr("abc_attn.training.reproduce.prepare", None)  # would fail if it were called
+    assert main(["reproduce", "table1b"]) == 0
+    assert main(["reproduce", "table1b", "--set", "learning_rate=1"]) == 2
+    assert "other values of learning_rate" in capsys.readouterr().err
+
+
+def test_accuracy_is_drawn_against_slots(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny = ["max_steps=2", "save_steps=2", "logging_steps=2", "hidden_size=16", "items=4", "use_cpu=true"]
+    recipes = str(Path(__file__).parents[1] / "recipes")
+    assert main(["reproduce", "recall", "--recipes", recipes, "--rows", "softmax", "mlp-4", "--set", *tiny]) == 0
+    assert {path.name for path in (tmp_path / "results" / "recall").iterdir()} == {
+        "accuracy.png", "softmax-seed0.json", "mlp-4-seed0.json"
+    }  # fmt: skip
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(RECIPES.rglob("*.yaml")) if not path.name.startswith("_")],
+    ids=lambda path: path.stem,
+)
+def test_every_recipe_describes_a_model(path):
+    recipe = load_recipe(path)
+    small = "small" in path.parts or "synthetic" in path.parts
+    vocabulary = {} if "synthetic" in path.parts else {"vocab_size": 33_278 if small else 267_735}
+    bands = {"cutoffs": ()} if "synthetic" in path.parts else {}
+    with torch.device("meta" if "rfa" not in path.stem else "cpu"):
+        if "rfa" not in path.stem or small:
+            AdaptiveLM(AdaptiveLMConfig(**bands | recipe.model() | vocabulary))
+    TrainingArguments(**recipe.training() | {"output_dir": "unused"})
+    table = path.parent.name
+    if table in TABLES and path.stem in TABLES[table].paper:
+        full = load_recipe(RECIPES / table / path.name)
+        for key in ("control", "slots", "control_options", "layerdrop", "block_size"):
+            assert recipe.values.get(key) == full.values.get(key), key
+
+
+def test_every_row_of_the_paper_has_a_recipe():
+    for name, table in TABLES.items():
+        for folder in (RECIPES / name, RECIPES / "small" / name):
+            assert {path.stem for path in folder.glob("*.yaml")} >= table.paper.keys()
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ _FIXED = {
     "remove_unused_columns": "there are none",
     "disable_tqdm": "the bar is shown on a terminal and nowhere else",
 }
+_SOURCES = {"data_dir", "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name"}
 # May change between a run and its continuation.
 _HARMLESS = {"output_dir", "cache_dir", "report_to", "save_total_limit", "data_dir", "logging_dir", "init_from"}
 _HARMLESS |= {"train_file", "validation_file", "test_file"}
@@ -126,9 +127,15 @@ class Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as everybody expects."""
+    """YAML as everybody expects it: 1e-3 is a number, and `no` is a word (eval_strategy: no)."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:bool"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"),
@@ -143,8 +150,11 @@ def parse_value(text: str) -> Any:
 
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe; `overrides` win over what it says."""
-    path = Path(path)
-    values = _read(path, ()) | (overrides or {})
+    path, overrides = Path(path), overrides or {}
+    values = _read(path, ())
+    if overrides.keys() & _SOURCES:  # another text takes the place of the recipe's
+        values = {key: value for key, value in values.items() if key not in _SOURCES}
+    values |= overrides
     for key in values:
         if key in _FIXED:
             raise ValueError(f"{path}: {key} is not for a recipe to choose: {_FIXED[key]}")
