@@ -25,105 +25,70 @@ from abc_attn.core import (
 from abc_attn.kernels import check_backend, mean_attention, scan
 
 
-class BoundedAttention(nn.Module):
-    """Multi-head attention over a memory of `slots` rows that `control` fills. Batch first.
+class MemoryAttention(nn.Module):
+    """Attention over a bounded memory between given projections: q, k and v by heads go in, the heads come out.
 
-    control: a name, "name:slots", several joined by "+", or a Control (the same one in several layers ties them).
-    num_kv_heads: fewer key and value heads than query heads (grouped heads). context_dim: width of `context`.
-    Other options go to the control; one it does not declare is an error.
+    What BoundedAttention and the attention of converted models share. `control` is set by the subclass, which decides
+    whether it owns the module.
     """
+
+    control: Control
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        control: str | Control = "mlp",
-        slots: int | None = None,
         *,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        context_dim: int | None = None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
         dropout: float = 0.0,
-        bias: bool = True,
         scale: float | None = None,
         backend: str = "auto",
-        **control_options: Any,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        context_dim = embed_dim if context_dim is None else context_dim
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}"
-            )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-        if causal and context_dim != embed_dim:
-            raise ValueError("cross-attention is not causal: leave out causal=True or context_dim")
         check_backend(backend)
-        self.embed_dim, self.context_dim = embed_dim, context_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, embed_dim // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.dropout, self.scale, self.backend = causal, dropout, scale, backend
-        site: dict[str, Any] = {
-            "embed_dim": context_dim,
-            "num_heads": num_kv_heads,
-            "head_dim": self.head_dim,
-            "causal": causal,
-        }
-        if isinstance(control, Control):
-            self._check_shared(control, slots, site, control_options)
-            self.control = control
-        else:
-            self.control = make_control(control, slots, **site, **control_options)
-        # What its states look like, asked for at every step, so found out once.
-        self._described = self.control.describe()
-        inner = self.control.begin(1, num_kv_heads, torch.zeros(()))
-        self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.k_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
-    def forward(
+    def describe_states(self) -> None:
+        """Find out, once, what is asked for at every step: what the states of `control` look like."""
+        self._described = self.control.describe()
+        inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
+        self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
+
+    def attend(
         self,
-        x: Tensor,
-        context: Tensor | None = None,
+        source: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
         state: State | None = None,
-        return_state: bool = False,
         below: Tensor | None = None,
-    ) -> Any:
-        """x `b t D` attends to itself, or to `context` `b s D'`. Returns `b t D`, with the new State if return_state.
-
-        A state goes on from an earlier call: x, or context, is appended to its memory. Of a cross-attention's state
-        without context it only reads. key_padding_mask (`b t`, or `b s` with context) is True at padding; the output
-        is zero there in self-attention, and wherever a row has no real token to attend to. `below` `b n D` is the
-        `state.packed` of the layer below, for controls carried by depth.
-        """
-        source = self._source(x, context, key_padding_mask, state, below)
-        q = self._heads(self.q_proj(x))
-        if source is None:
-            assert state is not None
-            out = self._read(q, state)
+        cross: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads."""
+        tokens = k.new_full((len(k),), k.shape[2], dtype=torch.int64)
+        length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
+        length = length if state is None else state.length + length
+        if isinstance(self.control, Softmax):
+            out, state = self._exact(q, k, v, key_padding_mask, state, length)
         else:
-            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
-            tokens = x.new_full((len(x),), source.shape[1], dtype=torch.int64)
-            length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
-            length = length if state is None else state.length + length
-            if isinstance(self.control, Softmax):
-                out, state = self._exact(q, k, v, key_padding_mask, state, length)
-            else:
-                out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
-            state = state._replace(cross=context is not None)
-        y = self.out_proj(out.to(q.dtype).transpose(1, 2).flatten(2))
-        if source is None or key_padding_mask is not None:  # otherwise every query has something to read
-            y = y.masked_fill((state.length == 0)[:, None, None], 0)
-        if source is x and key_padding_mask is not None:
-            y = y.masked_fill(key_padding_mask[..., None], 0)
-        return (y, state) if return_state else y
+            out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
+        return out.to(q.dtype), state._replace(cross=cross)
+
+    def recall(self, q: Tensor, state: State) -> Tensor:
+        """Read without writing: encoder self-attention and cross-attention."""
+        dropout = self.dropout if self.training else 0.0
+        if isinstance(self.control, Softmax):
+            return self._attend(q, state.memory, state.memory.used[:, :1, None])
+        memory, mask_empty = state.memory, self.control.mask_empty
+        if state.readable is not None:
+            seen = state.readable & memory.used if mask_empty else state.readable.expand_as(memory.used)
+            memory, mask_empty = memory._replace(used=seen), True
+        linear, scale = self.control.linear, self.scale
+        return read(self._features(q), memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
 
     def _bounded(
         self,
@@ -163,22 +128,7 @@ class BoundedAttention(nn.Module):
             return out, State(memory, inner, length, self._described, readable)
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
         state = State(memory, inner, length, self._described, readable)
-        if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
-            heads = memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
-            state = state._replace(packed=self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype)))
-        return self._read(q, state), state
-
-    def _read(self, q: Tensor, state: State) -> Tensor:
-        """Read without writing: encoder self-attention and cross-attention."""
-        dropout = self.dropout if self.training else 0.0
-        if isinstance(self.control, Softmax):
-            return self._attend(q, state.memory, state.memory.used[:, :1, None])
-        memory, mask_empty = state.memory, self.control.mask_empty
-        if state.readable is not None:
-            seen = state.readable & memory.used if mask_empty else state.readable.expand_as(memory.used)
-            memory, mask_empty = memory._replace(used=seen), True
-        linear, scale = self.control.linear, self.scale
-        return read(self._features(q), memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
+        return self.recall(q, state), state
 
     def _features(self, q: Tensor) -> Tensor:
         """f(q) for a linear read, each query head mapped by the key head it reads."""
@@ -249,6 +199,132 @@ class BoundedAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def check_state(self, state: State, batch: int, has_context: bool) -> None:
+        if not isinstance(state, State):
+            raise TypeError(f"state must be a State, as an earlier call returned it, got {type(state).__name__}")
+        if state.control != self._described:
+            raise ValueError(
+                f"this state was written by control {state.control!r}, this attention has {self._described!r}"
+            )
+        if state.cross and self.causal:
+            raise ValueError("this state is that of a cross-attention; a causal attention continues a self-attention's")
+        if has_context and not state.cross:
+            raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
+        rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
+        expected = (batch, self.num_kv_heads, rows, self.head_dim)
+        if state.memory.v.shape != expected:
+            raise ValueError(
+                f"this state's memory has shape {tuple(state.memory.v.shape)} (batch, heads, slots, width), "
+                f"{expected} is needed here"
+            )
+        needed = [(batch, *shape) for shape in self._inner_shapes]
+        held = [tuple(part.shape) for part in state.inner or ()]
+        if held != needed:
+            raise ValueError(
+                f"this state holds {len(held)} tensors of the control, of shapes {held}; "
+                f"{len(needed)} of shapes {needed} are needed here"
+            )
+
+
+class BoundedAttention(MemoryAttention):
+    """Multi-head attention over a memory of `slots` rows that `control` fills. Batch first.
+
+    control: a name, "name:slots", several joined by "+", or a Control (the same one in several layers ties them).
+    num_kv_heads: fewer key and value heads than query heads (grouped heads). context_dim: width of `context`.
+    Other options go to the control; one it does not declare is an error.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        control: str | Control = "mlp",
+        slots: int | None = None,
+        *,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        context_dim: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        scale: float | None = None,
+        backend: str = "auto",
+        **control_options: Any,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        context_dim = embed_dim if context_dim is None else context_dim
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got num_kv_heads={num_kv_heads} and num_heads={num_heads}"
+            )
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        if causal and context_dim != embed_dim:
+            raise ValueError("cross-attention is not causal: leave out causal=True or context_dim")
+        super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=embed_dim // num_heads,
+            causal=causal,
+            dropout=dropout,
+            scale=scale,
+            backend=backend,
+        )
+        self.embed_dim, self.context_dim = embed_dim, context_dim
+        site: dict[str, Any] = {
+            "embed_dim": context_dim,
+            "num_heads": num_kv_heads,
+            "head_dim": self.head_dim,
+            "causal": causal,
+        }
+        if isinstance(control, Control):
+            self._check_shared(control, slots, site, control_options)
+            self.control = control
+        else:
+            self.control = make_control(control, slots, **site, **control_options)
+        self.describe_states()
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+        below: Tensor | None = None,
+    ) -> Any:
+        """x `b t D` attends to itself, or to `context` `b s D'`. Returns `b t D`, with the new State if return_state.
+
+        A state goes on from an earlier call: x, or context, is appended to its memory. Of a cross-attention's state
+        without context it only reads. key_padding_mask (`b t`, or `b s` with context) is True at padding; the output
+        is zero there in self-attention, and wherever a row has no real token to attend to. `below` `b n D` is the
+        `state.packed` of the layer below, for controls carried by depth.
+        """
+        source = self._source(x, context, key_padding_mask, state, below)
+        q = self._heads(self.q_proj(x))
+        if source is None:
+            assert state is not None
+            out = self.recall(q, state)
+        else:
+            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+            options = {"key_padding_mask": key_padding_mask, "state": state, "below": below}
+            out, state = self.attend(source, q, k, v, **options, cross=context is not None)  # type: ignore[arg-type]
+            if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
+                heads = state.memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+                state = state._replace(packed=self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype)))
+        y = self.out_proj(out.transpose(1, 2).flatten(2))
+        if source is None or key_padding_mask is not None:  # otherwise every query has something to read
+            y = y.masked_fill((state.length == 0)[:, None, None], 0)
+        if source is x and key_padding_mask is not None:
+            y = y.masked_fill(key_padding_mask[..., None], 0)
+        return (y, state) if return_state else y
+
     def _source(
         self,
         x: Tensor,
@@ -269,7 +345,7 @@ class BoundedAttention(nn.Module):
         if context is not None and len(context) != len(x):
             raise ValueError(f"x and context must have the same batch, got {len(x)} and {len(context)}")
         if state is not None:
-            self._check_state(state, len(x), context is not None)
+            self.check_state(state, len(x), context is not None)
         source = context if context is not None else None if state is not None and state.cross else x
         if source is None and key_padding_mask is not None:
             raise ValueError(
@@ -296,32 +372,6 @@ class BoundedAttention(nn.Module):
             if state is not None:
                 raise ValueError("below= starts a memory; a state has started its own. Give one of them")
         return source
-
-    def _check_state(self, state: State, batch: int, has_context: bool) -> None:
-        if not isinstance(state, State):
-            raise TypeError(f"state must be a State, as an earlier call returned it, got {type(state).__name__}")
-        if state.control != self._described:
-            raise ValueError(
-                f"this state was written by control {state.control!r}, this attention has {self._described!r}"
-            )
-        if state.cross and self.causal:
-            raise ValueError("this state is that of a cross-attention; a causal attention continues a self-attention's")
-        if has_context and not state.cross:
-            raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
-        rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
-        expected = (batch, self.num_kv_heads, rows, self.head_dim)
-        if state.memory.v.shape != expected:
-            raise ValueError(
-                f"this state's memory has shape {tuple(state.memory.v.shape)} (batch, heads, slots, width), "
-                f"{expected} is needed here"
-            )
-        needed = [(batch, *shape) for shape in self._inner_shapes]
-        held = [tuple(part.shape) for part in state.inner or ()]
-        if held != needed:
-            raise ValueError(
-                f"this state holds {len(held)} tensors of the control, of shapes {held}; "
-                f"{len(needed)} of shapes {needed} are needed here"
-            )
 
     def _check_shared(self, control: Control, slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> None:
         if options:

@@ -419,7 +419,7 @@ def load_states(
     for fact, accepted in (("format", _FORMAT), ("version", _VERSION)):
         if facts.get(fact) != accepted:
             raise ValueError(
-                f"{path} is not a saved state: its {fact} is {facts.get(fact)!r}, {accepted!r} is accepted"
+                f"{path} is not a saved state: {fact} {facts.get(fact)!r} was found, {accepted!r} is accepted"
             )
     names = [fact.removesuffix("control") for fact in facts if fact.endswith("control")]
     if not names:

@@ -1,0 +1,80 @@
+"""convert(): a model of transformers with its attention replaced and its weights kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from abc_attn.hf.models import BOUNDED, BoundedModel
+
+
+def convert(
+    model: PreTrainedModel,
+    control: str = "mlp",
+    slots: int | dict[str, int] | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    where: Sequence[str] | None = None,
+    tie_control: bool = True,
+    positions: str | Sequence[int] = "absolute",
+    **control_options: Any,
+) -> BoundedModel:
+    """The model with bounded attention in place of its own and all its weights. It consumes `model`: use the result.
+
+    control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); slots may be a dict by site.
+    layers: the layers, counted from 0, that get it; None means all. where: the sites that get it, of "self" (causal
+    self-attention), "cross" and "encoder"; None means all that the model has. The others become exact ("softmax").
+    tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
+    positions: for rotary models, "absolute" rotates keys and then writes them; "slot" counts positions inside the
+    memory ("window" and "global" alone), so that a stream may outrun the positions the model was trained with.
+    Other options are the control's.
+    """
+    if isinstance(model, BoundedModel):
+        raise ValueError(f"this model is a {type(model).__name__} already; convert the original model")
+    target = BOUNDED.get(type(model))
+    if target is None:
+        known = ", ".join(sorted(cls.__name__ for cls in BOUNDED))
+        raise ValueError(f"a {type(model).__name__} cannot be converted; supported: {known}")
+    if not isinstance(positions, str):  # control "global" has an option of the same name
+        control_options["positions"], positions = list(positions), "absolute"
+    if not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} is quantized; load it with its weights as floats and convert that"
+        )
+    # "quantization_config" may tell how a file was quantized whose weights, as they were loaded, are floats.
+    left_out = ("model_type", "quantization_config")
+    family = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
+    config = target.config_class(
+        **family,
+        control=control,
+        slots=slots,
+        control_options=control_options,
+        tie_control=tie_control,
+        layers=None if layers is None else list(layers),
+        where=None if where is None else list(where),
+        positions=positions,
+        source_model=model.name_or_path or None,
+    )
+    with torch.device("meta"):
+        bounded = target(config)
+    _move(model, bounded, config)
+    if model.can_generate():
+        bounded.generation_config = model.generation_config
+    return bounded.train(model.training)
+
+
+def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfig) -> None:
+    """All that `model` is made of, weights and buffers as they are, becomes `bounded`'s; then attention is replaced."""
+    for name, part in bounded.named_children():
+        if isinstance(part, BoundedModel):  # a body that transformers built by AutoModel
+            _move(model.get_submodule(name), part, config)  # type: ignore[arg-type]
+            model.add_module(name, part)
+    bounded._modules, bounded._parameters = dict(model._modules), dict(model._parameters)
+    bounded._buffers = dict(model._buffers)
+    for module in bounded.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    bounded.bind_attention()

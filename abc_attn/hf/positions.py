@@ -1,0 +1,60 @@
+"""positions="slot": rotary positions counted inside the memory, so that a stream may go on for ever.
+
+Query t sees window tokens at their distance t - j, and sink i (the i-th of the first g tokens, which a `global` part
+holds) as if the text had just filled the memory: the query at min(t, slots - 1), the sink at i. A rotation depends on
+distances alone, so the window is served by the ordinary absolute rotation, with angles in fp64 to stay exact at
+positions of millions, and the sinks by a second rotation of the query.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from abc_attn.controls import Control
+from abc_attn.hf.ring import Ring
+
+POSITIONS = ("absolute", "slot")
+
+
+class Rotation(NamedTuple):
+    """The position embeddings of one forward pass, the same for all layers."""
+
+    cos: Tensor  # b t d   at the position of each token
+    sin: Tensor
+    sinks: tuple[Tensor, Tensor] | None = None  # at the position from which it sees the sinks; None if it is the same
+
+
+class SlotRotary(nn.Module):
+    """Takes the place of a model's rotary embedding; its frequencies are those of `rotary`."""
+
+    def __init__(self, rotary: nn.Module, control: Control) -> None:
+        super().__init__()
+        kind = getattr(rotary, "rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
+                f"{kind!r}; use positions='absolute'"
+            )
+        ring = Ring.of(control)
+        if ring is None:
+            raise ValueError(
+                f"positions='slot' is for tokens kept whole: 'window', 'global' (the first tokens) or 'global+window', "
+                f"ungated, not {control.title()}; use positions='absolute'"
+            )
+        self.rotary, self.ring = rotary, ring
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
+        slots = self.ring.sinks + self.ring.window
+        if not self.ring.sinks or not bool((position_ids >= slots).any()):
+            return Rotation(*self._turn(x, position_ids))
+        return Rotation(*self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
+
+    def _turn(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position[..., None].double() * self.rotary.inv_freq.double()
+        angle = torch.cat([angle, angle], dim=-1)
+        scaling = self.rotary.attention_scaling
+        return (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)

@@ -1,0 +1,76 @@
+"""Tiny models of transformers to convert, one of every supported class, and batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abc_attn.hf.models import BOUNDED
+
+VOCABULARY, PAD, END = 61, 1, 2
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "bert": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "marian": {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 128,
+        "decoder_start_token_id": PAD, "forced_eos_token_id": None,
+    },
+}  # fmt: skip
+SIZES["roberta"], SIZES["bart"] = SIZES["bert"], SIZES["marian"]
+CLASSES = sorted(BOUNDED, key=lambda cls: cls.__name__)
+GENERATING = [cls for cls in CLASSES if cls.can_generate()]
+
+
+def source(cls: type, **changed: Any) -> Any:
+    """A model of `cls` with random weights, large enough for its logits to be far from uniform."""
+    torch.manual_seed(7)
+    family = cls.config_class.model_type
+    sizes = SIZES[family] | {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 0}
+    if "CausalLM" in cls.__name__ or cls.__name__ == "BertLMHeadModel":
+        sizes |= {"is_decoder": True}
+    model = cls(cls.config_class(**(sizes | changed))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.requires_grad:  # not the table of sinusoids
+                parameter.mul_(4)
+    if model.can_generate():
+        model.generation_config.update(max_new_tokens=8, min_new_tokens=8, pad_token_id=PAD, eos_token_id=END)
+    return model
+
+
+def batch(left: bool, seed: int = 3) -> dict[str, Tensor]:
+    """Three rows of 12, 7 and 3 tokens, padded to 12 on one side."""
+    ids = torch.randint(3, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(seed))
+    lengths, place = torch.tensor([[12], [7], [3]]), torch.arange(12)
+    mask = place >= 12 - lengths if left else place < lengths
+    return {"input_ids": ids.where(mask, PAD), "attention_mask": mask.long()}
+
+
+def inputs(model: Any, left: bool = False) -> dict[str, Tensor]:
+    """A padded batch for one forward pass; of two texts for an encoder-decoder."""
+    given = batch(left)
+    if model.config.is_encoder_decoder and "SequenceClassification" not in type(model).__name__:
+        target = batch(left=False, seed=4)
+        given |= {"decoder_input_ids": target["input_ids"], "decoder_attention_mask": target["attention_mask"]}
+    if "SequenceClassification" in type(model).__name__ and model.config.is_encoder_decoder:
+        ends = given["attention_mask"].long().cumsum(1).argmax(1)  # BART reads its class from the last token, an END
+        given["input_ids"][torch.arange(3), ends] = END
+    return given
+
+
+def outputs(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """The logits (of a base model, the last states), as one row of numbers: those of real tokens."""
+    result = model(**given)
+    found = result.logits if hasattr(result, "logits") else result.last_hidden_state
+    mask = given.get("decoder_attention_mask", given["attention_mask"])
+    return found[mask.bool()] if found.shape[:2] == mask.shape else found

@@ -1,0 +1,86 @@
+"""Converted models: the same logits and tokens where the memory is large enough, and generation in every mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_sources import CLASSES, GENERATING, batch, inputs, outputs, source  # noqa: E402
+
+from abc_attn import CONTROLS  # noqa: E402
+from abc_attn.hf import convert  # noqa: E402
+from abc_attn.hf.attention import ADAPTERS  # noqa: E402
+
+every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+every_generator = pytest.mark.parametrize("cls", GENERATING, ids=lambda cls: cls.__name__)
+ORIGINALS = tuple(cls for adapter in ADAPTERS for cls in adapter.replaces)
+
+
+@every_class
+@pytest.mark.parametrize("control", ["softmax", "window:16", "global:4+window:12"])
+def test_a_large_enough_memory_reproduces_the_logits(cls, control):
+    for left in (False, True):
+        original = source(cls)
+        expected = outputs(original, inputs(original, left))
+        model = convert(original, control)
+        assert not any(isinstance(module, ORIGINALS) for module in model.modules())
+        found = outputs(model, inputs(model, left))
+        assert (found - expected).abs().max() < 1e-4
+        assert expected.abs().max() > 0.1
+
+
+@every_generator
+@pytest.mark.parametrize("control", ["softmax", "window:32"])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_a_large_enough_memory_generates_the_same(cls, control, beams):
+    original = source(cls)
+    expected = original.generate(**batch(left=True), num_beams=beams)
+    assert torch.equal(convert(original, control).generate(**batch(left=True), num_beams=beams), expected)
+
+
+SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "softmax": None}
+ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
+SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
+SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
+every_control = pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
+# One class for each adapter: the classes of a family share their attention.
+BODIES = [transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel, transformers.MarianMTModel]
+every_body = pytest.mark.parametrize("cls", BODIES, ids=lambda cls: cls.__name__)
+
+
+@every_body
+@every_control
+def test_cached_is_uncached_and_a_padded_batch_is_its_rows(cls, control, slots, options):
+    model = convert(source(cls), control, slots, **options)
+    given = batch(left=not model.config.is_encoder_decoder)  # Marian's encoder counts padding on the left as positions
+    for beams in (1, 4):
+        cached = model.generate(**given, num_beams=beams, max_new_tokens=5, min_new_tokens=5)
+        uncached = model.generate(**given, num_beams=beams, max_new_tokens=5, min_new_tokens=5, use_cache=False)
+        assert torch.equal(cached, uncached)
+    greedy = model.generate(**given)
+    for row in range(3):
+        real = given["attention_mask"][row].bool()
+        alone = model.generate(given["input_ids"][row][None, real])
+        assert torch.equal(alone[0, -8:], greedy[row, -8:])
+
+
+@every_body
+@every_control
+def test_saved_and_loaded_and_every_parameter_is_trained(cls, control, slots, options, tmp_path):
+    model = convert(source(cls), control, slots, **options)
+    model.save_pretrained(tmp_path)
+    assert control in (tmp_path / "README.md").read_text()
+    auto = transformers.AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(report.values())
+    given = inputs(model)
+    assert torch.equal(outputs(loaded, given), outputs(model, given))
+    model.train()
+    labels = given.get("decoder_input_ids", given["input_ids"])
+    model(**given, labels=labels).loss.backward()
+    for name, parameter in model.controls.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name

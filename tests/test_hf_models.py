@@ -1,0 +1,229 @@
+"""Which attention is replaced, controls tied or not, models from their config, and training with the Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_sources import CLASSES, batch, inputs, outputs, source  # noqa: E402
+
+import abc_attn.hf as hf  # noqa: E402
+from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
+from abc_attn.hf.models import BOUNDED  # noqa: E402
+
+LLAMA, BERT, BART = transformers.LlamaForCausalLM, transformers.BertForMaskedLM, transformers.BartModel
+MARIAN = transformers.MarianMTModel
+
+
+def attentions(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, ConvertedAttention)}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_model_from_its_config_is_saved_and_loaded(cls, tmp_path):
+    like = source(cls).config
+    target = BOUNDED[cls]
+    family = {name: value for name, value in like.to_dict().items() if name != "model_type"}
+    config = target.config_class(**family, control="mlp", slots=4)
+    model = target(config).eval()
+    assert config.model_type == f"bounded_{like.model_type}"
+    logits = [
+        module.weight.std() * 32**0.5
+        for name, module in model.named_modules()
+        if name.endswith("proj") and "controls" in name
+    ]
+    assert logits
+    assert all(0.7 < deviation < 1.3 for deviation in logits)  # as the control starts itself, not as the family would
+    model.save_pretrained(tmp_path)
+    loaded = target.from_pretrained(tmp_path).eval()
+    assert torch.equal(outputs(loaded, inputs(loaded)), outputs(model, inputs(model)))
+    auto = next(auto for kind, auto in hf.models.AUTO.items() if target.__name__.endswith(kind))
+    assert type(auto.from_pretrained(tmp_path)) is target
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [target.__name__]
+
+
+def test_a_checkpoint_of_the_source_loads_too(tmp_path):
+    """The parameters keep their names; the control, which the checkpoint lacks, starts as it should."""
+    source(LLAMA).save_pretrained(tmp_path)
+    found = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="favor", slots=6)
+    expected = hf.convert(source(LLAMA), "favor", 6)
+    assert torch.equal(outputs(found, inputs(found)), outputs(expected, inputs(expected)))
+    learned = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="mlp", slots=64)
+    assert 0.8 < learned.controls["self"].proj.weight.std() * 32**0.5 < 1.2
+
+
+def test_a_body_loads_from_a_whole_model_and_back(tmp_path):
+    whole = hf.convert(source(LLAMA), "mlp", 4)
+    whole.save_pretrained(tmp_path / "whole")
+    body = hf.BoundedLlamaModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(body.controls["self"].proj.weight, whole.controls["self"].proj.weight)
+    body.save_pretrained(tmp_path / "body")
+    again = hf.BoundedLlamaForSequenceClassification.from_pretrained(tmp_path / "body", num_labels=3)
+    assert torch.equal(again.model.controls["self"].proj.weight, whole.controls["self"].proj.weight)
+
+
+def test_controls_are_tied_by_site(tmp_path):
+    tied = hf.convert(source(BART), "mlp", {"self": 3, "cross": 4, "encoder": 5})
+    assert {name: control.slots for name, control in tied.controls.items()} == {"encoder": 5, "self": 3, "cross": 4}
+    tied.save_pretrained(tmp_path)
+    assert len([name for name in tied.state_dict() if "controls" in name]) == 3
+    apart = hf.convert(source(BART), "mlp", 4, tie_control=False)
+    assert set(apart.controls) == {f"{site}_{layer}" for site in ("self", "cross", "encoder") for layer in (0, 1)}
+    assert len({id(module.control) for module in attentions(apart).values()}) == 6
+    apart.save_pretrained(tmp_path / "apart")
+    loaded = hf.BoundedBartModel.from_pretrained(tmp_path / "apart").eval()
+    assert torch.equal(outputs(loaded, inputs(loaded)), outputs(apart, inputs(apart)))
+
+
+def test_layers_and_sites_are_chosen():
+    model = hf.convert(source(BART), "mlp", 4, where=("cross",), layers=[1])
+    chosen = {name: module.control.describe() for name, module in attentions(model).items()}
+    assert chosen.pop("decoder.layers.1.encoder_attn") == "mlp:4"
+    assert set(chosen.values()) == {"softmax:0"}
+    expected = source(BART)
+    exact = hf.convert(source(BART), "mlp", 4, where=("cross",), layers=[])
+    assert (outputs(exact, inputs(exact)) - outputs(expected, inputs(expected))).abs().max() < 1e-4
+
+
+def test_controls_that_need_the_whole_sequence_serve_encoders():
+    for control in ("luna", "workspace", "cluster", "compressive"):
+        model = hf.convert(source(BERT), control, 4)
+        assert outputs(model, inputs(model)).isfinite().all()
+        model = hf.convert(source(MARIAN), control, 4, where=("cross", "encoder"))
+        given = batch(left=False)
+        assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: hf.convert(source(LLAMA), "luna"), "'luna' cannot be causal"),
+        (lambda: hf.convert(source(LLAMA), "mpl"), "unknown control 'mpl'"),
+        (lambda: hf.convert(source(LLAMA), "mlp", where=("cross",)), "has no 'cross' attention; it has: self"),
+        (lambda: hf.convert(source(LLAMA), "mlp", where=("decoder",)), "unknown site 'decoder'"),
+        (lambda: hf.convert(source(LLAMA), "mlp", layers=[2]), "layers are 0 to 1"),
+        (lambda: hf.convert(hf.convert(source(LLAMA), "mlp")), "already"),
+        (lambda: hf.convert(torch.nn.Linear(2, 2)), "a Linear cannot be converted; supported: Bart"),
+    ],
+)
+def test_mistakes_are_explained(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+    with pytest.raises(TypeError, match="no option 'ratoi'"):
+        hf.convert(source(LLAMA), "compressive", ratoi=2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradient_checkpointing_changes_nothing(checkpointing):
+    model = hf.convert(source(LLAMA), "window:3+mlp:4").train()
+    given = inputs(model)
+    model(**given, labels=given["input_ids"]).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(**given, labels=given["input_ids"]).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)
+
+
+def test_half_precision_keeps_the_memory_whole():
+    model = hf.convert(source(LLAMA).to(torch.bfloat16), "window:3+mlp:4")
+    assert model.controls["self"].parts[1].proj.weight.dtype == torch.bfloat16
+    cache = model(**batch(left=False)).past_key_values
+    assert cache.layers[0].state.memory.k.dtype == torch.float32
+    assert model.generate(**batch(left=True)).shape == (3, 20)
+
+
+# Training. The script is run by itself, and by torchrun in two processes.
+
+SCRIPT = """
+import sys, json, torch, transformers
+sys.path.insert(0, sys.argv[3])
+from hf_sources import source
+from abc_attn.hf import convert
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+folder, batch_size = sys.argv[1], int(sys.argv[2])
+model = convert(source(transformers.LlamaForCausalLM, attention_dropout=0.0), "window:3+mlp:4")
+ids = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
+data = [{"input_ids": row, "labels": row} for row in ids]
+losses = []
+class Watch(TrainerCallback):
+    def on_log(self, arguments, state, control, logs=None, **given):
+        if "loss" in logs: losses.append(logs["loss"])
+arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=batch_size, logging_steps=1,
+    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-3, seed=0,
+    ddp_find_unused_parameters=False)
+trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
+trainer.train()
+if trainer.is_world_process_zero():
+    print(json.dumps(losses))
+"""
+
+
+def run_script(tmp_path, name, batch_size, *launcher):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = [tmp_path / "train.py", tmp_path / name, str(batch_size), Path(__file__).parent]
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
+    shown = subprocess.run(
+        [sys.executable, *launcher, *arguments], env=environment, check=True, capture_output=True, text=True
+    )
+    return json.loads(shown.stdout.strip().splitlines()[-1])
+
+
+def trainer(folder, steps, rows=8):
+    model = hf.convert(source(LLAMA), "window:3+mlp:4")
+    ids = torch.randint(3, 60, (rows, 10), generator=torch.Generator().manual_seed(0))
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=4, save_steps=1, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
+    )  # fmt: skip
+    return hf.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+
+
+def test_training_resumes_and_a_finished_run_stays_as_it_is(tmp_path):
+    whole = trainer(tmp_path / "whole", 3)
+    whole.train()
+    assert whole.state.global_step == 3
+    half = trainer(tmp_path / "half", 2)
+    half.train()
+    resumed = trainer(tmp_path / "half", 3)
+    resumed.train(resume_from_checkpoint=True)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    finished = trainer(tmp_path / "half", 3)
+    finished.train(resume_from_checkpoint=True)
+    assert finished.state.global_step == 3
+    for a, b in zip(resumed.model.parameters(), finished.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    alone = run_script(tmp_path, "one", 4)
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    together = run_script(tmp_path, "two", 2, *launcher)
+    assert len(alone) == 3
+    assert alone == pytest.approx(together, abs=2e-4)

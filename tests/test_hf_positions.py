@@ -1,0 +1,105 @@
+"""positions="slot" against its definition: every query on its own, with keys at the positions it sees them at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hf_sources import batch, source  # noqa: E402
+from transformers.models.llama.modeling_llama import rotate_half  # noqa: E402
+
+from abc_attn.hf import convert  # noqa: E402
+
+LLAMA = transformers.LlamaForCausalLM
+
+
+def turned(x, position, frequencies):
+    angle = position[:, None].double() * frequencies.double()
+    angle = torch.cat([angle, angle], dim=-1)
+    return x.double() * angle.cos() + rotate_half(x.double()) * angle.sin()
+
+
+def naive(model, x, sinks, window):
+    """One layer's attention of x `t D`, query by query: sinks at 0..g-1, the query at min(t, slots - 1)."""
+    attention, frequencies = model.model.layers[0].self_attn, model.model.rotary_emb.rotary.inv_freq
+    d, slots, out = attention.head_dim, sinks + window, []
+    q, k, v = (f(x).unflatten(-1, (-1, d)) for f in (attention.q_proj, attention.k_proj, attention.v_proj))
+    for t in range(len(x)):
+        seen = sorted({*range(min(sinks, t + 1)), *range(max(sinks, t - window + 1), t + 1)})
+        seen = [j for j in seen if j <= t]
+        at = torch.tensor([j if j < sinks else min(t, slots - 1) - (t - j) for j in seen])
+        heads = []
+        for head in range(attention.num_heads):
+            group = head // (attention.num_heads // attention.num_kv_heads)
+            query = turned(q[t, head, None], torch.tensor([min(t, slots - 1)]), frequencies)
+            scores = turned(k[seen, group], at, frequencies) @ query[0] * d**-0.5
+            heads.append(scores.softmax(0) @ v[seen, group].double())
+        out.append(torch.cat(heads))
+    return attention.o_proj(torch.stack(out).to(x.dtype))
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(2, 5), (0, 5), (3, 1)])
+@pytest.mark.parametrize("pieces", [[24], [9, 1, 1, 1, 12], [1] * 24, [3, 4, 17]])
+def test_it_is_what_it_says_for_every_query_of_every_chunk(sinks, window, pieces):
+    control = f"global:{sinks}+window:{window}" if sinks else f"window:{window}"
+    model = convert(source(LLAMA), control, positions="slot")
+    taken = {}
+    first = model.model.layers[0].self_attn
+    first.register_forward_hook(
+        lambda module, _, given, out: taken.update(x=given["hidden_states"], y=out[0]), with_kwargs=True
+    )
+    ids, found, cache = torch.randint(3, 60, (1, 24)), [], None
+    with torch.no_grad():
+        for piece in ids.split(pieces, dim=1):
+            cache = model(piece, past_key_values=cache).past_key_values
+            found.append((taken["x"][0], taken["y"][0]))
+        x, y = (torch.cat(parts) for parts in zip(*found, strict=True))
+        expected = naive(model, x, sinks, window)
+    assert (y - expected).abs().max() / expected.abs().max() < 2e-6
+
+
+def test_a_stream_of_millions_does_not_wear_out():
+    """What is seen from position t depends on the tokens in the memory, not on t."""
+    model = convert(source(LLAMA), "global:2+window:6", positions="slot")
+    ids = torch.randint(3, 60, (1, 30))
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        expected = model(ids[:, :5], past_key_values=cache).logits
+        far = 16_000_000  # beyond it fp32 cannot tell whole numbers apart
+        cache = model(ids[:, :2]).past_key_values
+        position = torch.arange(far, far + 33)[None]
+        for layer in cache.layers:  # as if the text between had been read
+            state = layer.state
+            counts = tuple(torch.full_like(count, far) for count in state.inner)
+            layer.keep(state._replace(length=torch.full_like(state.length, far), inner=counts), far - 2)
+        cache = model(ids[:, 2:], past_key_values=cache, position_ids=position[:, :28]).past_key_values
+        found = model(ids[:, :5], past_key_values=cache, position_ids=position[:, 28:]).logits
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_left_padding_does_not_count():
+    model = convert(source(LLAMA), "global:2+window:3", positions="slot")
+    given = batch(left=True)
+    with torch.no_grad():
+        together = model(**given).logits
+        for row in range(3):
+            real = given["attention_mask"][row].bool()
+            alone = model(given["input_ids"][row][None, real]).logits[0]
+            assert (together[row][real] - alone).abs().max() < 1e-4
+    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("control", "said"),
+    [("mlp:4", "'mlp'"), ("global:2+mlp:4", "mlp:4'"), ("random:4", "'random'"), ("softmax", "'softmax'")],
+)
+def test_it_is_for_tokens_kept_whole(control, said):
+    with pytest.raises(ValueError, match="positions='slot' is for tokens kept whole") as error:
+        convert(source(LLAMA), control, positions="slot")
+    assert said in str(error.value)
+    with pytest.raises(ValueError, match="rotary"):
+        convert(source(transformers.GPT2LMHeadModel), "window:4", positions="slot")
+    with pytest.raises(ValueError, match="'absolute', 'slot'"):
+        convert(source(LLAMA), "window:4", positions="slots")
