@@ -152,6 +152,17 @@ def test_killed_before_the_first_checkpoint_starts_again(recipe, tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+def test_killed_after_the_last_checkpoint_trains_no_further(recipe, tmp_path):
+    done = train(recipe())
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    for name in ("finished.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    again = train(recipe(), resume=True)
+    assert again["validation"] == done["validation"]
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    assert list(losses(tmp_path / "run")) == [2, 4, 6, 8, 10, 12]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(recipe):
     with pytest.raises(FloatingPointError, match=r"at step 2: .*smaller learning_rate"):
         train(recipe(learning_rate=1e30, max_grad_norm=0, optim="sgd", warmup_steps=0))

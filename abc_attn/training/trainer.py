@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.cache_utils import Cache
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from abc_attn.demo_report import write_whole
 from abc_attn.hf.cache import BoundedCache, bounded_layer, load_state, save_state
+from abc_attn.hf.trainer import Trainer
 
 METRICS = "metrics.jsonl"
 PARTIAL = ".partial"  # what is not whole yet
