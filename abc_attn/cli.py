@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -39,11 +40,22 @@ def whole_number(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def not_negative(text: str) -> float:
+    """An argparse type: a number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number from 0 is needed, got {text!r}")
+    return number
+
+
 def make_parser() -> Parser:
     """The whole command line."""
     parser = Parser(
         prog="abc-attn",
-        description="Attention with bounded memory: what is here, and a demonstration.",
+        description="Attention with bounded memory: what is here, a demonstration, and models of Hugging Face with it.",
         epilog="example:\n  abc-attn demo",
     )
     parser.add_argument("--version", action="version", version=f"abc-attn {installed('abc-attn')}")
@@ -108,6 +120,61 @@ def make_parser() -> Parser:
     parser_reproduce.add_argument(
         "--output", type=Path, default=Path("results"), help="where results go (default: %(default)s)"
     )
+
+    parser_convert = add(
+        convert,
+        "put bounded attention into a saved model",
+        "abc-attn convert smollm2 smollm2-bounded --control global:4+window:508 --positions slot",
+    )
+    parser_convert.add_argument("source", type=Path, help="folder of a model of transformers (save_pretrained)")
+    parser_convert.add_argument("target", type=Path, help="folder to write, which must not exist or be empty")
+    parser_convert.add_argument(
+        "--control",
+        default="mlp",
+        help="a control or several joined by + (default: %(default)s; see abc-attn controls)",
+    )
+    parser_convert.add_argument("--slots", type=whole_number(1), help="rows of the memory (default: 64)")
+    parser_convert.add_argument(
+        "--layers", type=whole_number(0), nargs="+", metavar="LAYER", help="only these, counted from 0 (default: all)"
+    )
+    parser_convert.add_argument(
+        "--where", nargs="+", choices=("self", "cross", "encoder"), help="only these sites of attention (default: all)"
+    )
+    parser_convert.add_argument("--untied", action="store_true", help="a control for each layer, not one for all")
+    parser_convert.add_argument(
+        "--positions",
+        choices=("absolute", "slot"),
+        default="absolute",
+        help="rotary positions: in the text, or in the memory, for streams without end (default: %(default)s)",
+    )
+
+    parser_generate = add(
+        generate, "continue a prompt, token by token", "abc-attn generate smollm2-bounded --prompt 'Once upon a time'"
+    )
+    parser_generate.add_argument("model", type=Path, help="folder of a causal language model, converted or not")
+    parser_generate.add_argument("--prompt", required=True, help="the text to continue; - reads it from the input")
+    parser_generate.add_argument(
+        "--tokens", type=whole_number(1), default=100, help="to write, at most (default: %(default)s)"
+    )
+    parser_generate.add_argument(
+        "--temperature", type=not_negative, default=0.0, help="of sampling; 0 takes the likeliest (default: 0)"
+    )
+    parser_generate.add_argument("--seed", type=whole_number(0), default=0, help="of sampling (default: %(default)s)")
+
+    parser_evaluate = add(
+        evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"
+    )
+    parser_evaluate.add_argument("model", type=Path, help="folder of a causal language model, converted or not")
+    parser_evaluate.add_argument("--task", choices=("perplexity",), default="perplexity", help="what to measure")
+    parser_evaluate.add_argument("--file", type=Path, required=True, help="a text file, UTF-8")
+    parser_evaluate.add_argument(
+        "--context",
+        type=whole_number(2),
+        help="read windows of so many tokens anew (default: one stream, the state carried through; for an unconverted "
+        "model, as many as it has positions)",
+    )
+    parser_evaluate.add_argument("--tokens", type=whole_number(1), help="only the first of the text (default: all)")
+    parser_evaluate.add_argument("--json", action="store_true", help="print JSON for other programs")
 
     add(env, "versions, threads, and which backend is in use", "abc-attn env")
 
@@ -289,6 +356,53 @@ def a_run_that_can_go_on() -> Iterator[None]:
     except KeyboardInterrupt:
         print("\nabc-attn: interrupted; a run goes on from its last checkpoint (train: --resume)", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def hugging_face() -> Iterator[ModuleType]:
+    """The commands for models of transformers; a mistake that they explain becomes one line."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders here, nothing is fetched
+    try:
+        from abc_attn.hf import commands
+    except ImportError as error:
+        raise OSError(f"{error}; this command needs transformers: pip install 'abc-attn[hf]'") from None
+    try:
+        yield commands
+    except (TypeError, ValueError) as error:
+        raise OSError(" ".join(str(error).split())) from None
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Put bounded attention into a saved model of transformers (BERT, RoBERTa, GPT-2, Llama, Marian, BART), keep its
+    weights, and save the result, which loads with the Auto classes after `import abc_attn.hf`."""
+    given = ("control", "slots", "layers", "where", "positions")
+    with hugging_face() as commands:
+        options = {name: getattr(arguments, name) for name in given}
+        model = commands.convert_folder(arguments.source, arguments.target, **options, tie_control=not arguments.untied)
+    new = sum(parameter.numel() for parameter in model.controls.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{arguments.target}: {type(model).__name__}, {total:,} parameters, {new:,} of them new")
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Continue a prompt and print the text as it is made, then tokens a second and the size of the state."""
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    with hugging_face() as commands:
+        options = {name: getattr(arguments, name) for name in ("tokens", "temperature", "seed")}
+        commands.generate_text(arguments.model, prompt, **options)
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Measure the perplexity of a text: as one stream in constant memory, or in windows of --context tokens."""
+    with hugging_face() as commands:
+        found = commands.evaluate_perplexity(
+            arguments.model, arguments.file, context=arguments.context, tokens=arguments.tokens
+        )
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            print(f"{name:16} {value:,.4f}" if isinstance(value, float) else f"{name:16} {value:,}")
 
 
 def env(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from abc_attn.controls import Control
 from abc_attn.controls.base import Composition
@@ -27,26 +28,37 @@ from abc_attn.core import (
 BLOCK = 256  # queries that attend at once to the memory before them and to each other
 
 
-class Ring(NamedTuple):
+class Step(NamedTuple):
+    """What a step of decoding has to know, the same for all layers."""
+
+    row: int | Tensor  # where the new token goes: the same row of every memory of the batch, or one for each
+    full: bool  # every row has been used before
+    length: Tensor  # b   after the step
+    inner: tuple[Tensor, ...]
+
+
+class Ring:
     """Where tokens lie in the memory: the first in `sinks` rows, the others in turn in `window` rows."""
 
-    sinks: int
-    window: int
-    sinks_first: bool  # the sinks' rows before the ring's
+    def __init__(self, sinks: int, window: int, sinks_first: bool) -> None:
+        self.sinks, self.window, self.sinks_first = sinks, window, sinks_first
+        self._last: tuple[Tensor, Step] | None = None  # the layer before has most often asked for the same step
 
     @classmethod
     def of(cls, control: Control) -> Ring | None:
-        """The ring that a control is; None if it is another control."""
+        """The ring that a control is, the same at every call; None if it is another control."""
+        if isinstance(found := control.__dict__.get("ring"), Ring):
+            return found
         parts = list(control.parts) if isinstance(control, Composition) else [control]
         kinds = [type(part) for part in parts]
         if any(isinstance(part, Global) and (part.positions, part.every) != (None, None) for part in parts):
             return None
         if kinds == [Window]:
-            return cls(0, parts[0].slots, True)
+            control.__dict__["ring"] = cls(0, parts[0].slots, True)
         if kinds in ([Global, Window], [Window, Global]):
             sinks, window = (parts[kinds.index(kind)].slots for kind in (Global, Window))
-            return cls(sinks, window, kinds[0] is Global)
-        return None
+            control.__dict__["ring"] = cls(sinks, window, kinds[0] is Global)
+        return control.__dict__.get("ring")
 
     def attend(
         self,
@@ -72,24 +84,43 @@ class Ring(NamedTuple):
             k, v = k.to(dtype), v.to(dtype)
             alone = k.shape[2] == 1 and key_padding_mask is None and state is not None
             if alone and not dropout and not torch.is_grad_enabled():
-                out, length = self._step(queries, k, v, memory, length), length + 1
+                step = self._next(length)
+                out, length, inner = self._step(queries, k, v, memory, step), step.length, step.inner
             else:
                 out, memory, length = self._blocks(queries, k, v, key_padding_mask, memory, length, dropout)
-        # The counts of the control: the sinks' of all tokens, the ring's of those that are no sinks.
-        counts = (length, (length - self.sinks).clamp(min=0))[0 if self.sinks else 1 :]
-        inner = counts if self.sinks_first else counts[::-1]
+                inner = self._counts(length)
         return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), State(memory, inner, length, control)
 
-    def _step(self, queries: list[Tensor], k: Tensor, v: Tensor, memory: Memory, length: Tensor) -> Tensor:
+    def _counts(self, length: Tensor) -> tuple[Tensor, ...]:
+        """The states of the controls: sinks count all tokens, the ring those that are no sinks."""
+        counts = (length, (length - self.sinks).clamp(min=0))[0 if self.sinks else 1 :]
+        return counts if self.sinks_first else counts[::-1]
+
+    def _next(self, length: Tensor) -> Step:
+        if self._last is None or not (self._last[0] is length or torch.equal(self._last[0], length)):
+            after = length + 1
+            row = self._row_of(length)
+            same = int(row[0]) if bool((row == row[0]).all()) else row
+            full = int(length.min()) >= self.sinks + self.window
+            self._last = length, Step(same, full, after, self._counts(after))
+        return self._last[1]
+
+    def _step(self, queries: list[Tensor], k: Tensor, v: Tensor, memory: Memory, step: Step) -> Tensor:
         """One token a row, written into the memory in place: the state belongs to the cache that it came from."""
-        batch, row = torch.arange(len(k), device=k.device), self._row_of(length)
-        memory.k[batch, :, row], memory.v[batch, :, row] = k[:, :, 0], v[:, :, 0]
-        memory.mass[batch, :, row], memory.used[batch, :, row] = 1.0, True
-        scores = _scores(queries[0], memory.k)
-        if len(queries) > 1:
+        _put(memory.k, step.row, k[:, :, 0])
+        _put(memory.v, step.row, v[:, :, 0])
+        if not step.full:
+            _put(memory.mass, step.row, 1.0)
+            _put(memory.used, step.row, True)
+        # Products of three axes: `b h g 1 d` as `(b h) g d`. What four axes cost more is noticed here.
+        first, *others = (x.flatten(0, 1).flatten(1, 2) for x in queries)
+        keys = memory.k.flatten(0, 1)
+        scores = torch.bmm(first, keys.mT)
+        for to_sinks in others:
             sinks = self._sink_rows()
-            scores[..., sinks] = _scores(queries[1], memory.k[:, :, sinks])
-        return softmax_weights(scores, memory.used[:, :, None], 0.0) @ memory.v
+            scores[..., sinks] = torch.bmm(to_sinks, keys[:, sinks].mT)
+        weights = scores.softmax(-1) if step.full else softmax_weights(scores, memory.used.flatten(0, 1)[:, None], 0.0)
+        return torch.bmm(weights, memory.v.flatten(0, 1))
 
     def _blocks(
         self,
@@ -119,9 +150,18 @@ class Ring(NamedTuple):
             values = torch.cat([memory.v, v[:, :, some]], dim=2)
             scores = _scores(queries[0][:, :, :, some], keys)
             if len(queries) > 1:
-                to_sinks = _scores(queries[1][:, :, :, some], keys)
-                scores = torch.where((at < self.sinks)[:, None, None], to_sinks, scores)
-            weights = softmax_weights(scores.unflatten(2, (-1, len(earlier))), seen, dropout)
+                sinks, tokens = self._sink_rows(), slice(held.shape[1], None)
+                scores[..., sinks] = _scores(queries[1][:, :, :, some], keys[:, :, sinks])
+                if bool((position < self.sinks).any()):  # sinks of which this block is the first to know
+                    to_sinks = _scores(queries[1][:, :, :, some], keys[:, :, tokens])
+                    first = (position < self.sinks)[:, None, None]
+                    scores[..., tokens] = torch.where(first, to_sinks, scores[..., tokens])
+            scores = scores.unflatten(2, (-1, len(earlier)))
+            if padding is None:  # then each token sees itself at least, which spares a look for those that see none
+                weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+                weights = F.dropout(weights, dropout) if dropout else weights
+            else:
+                weights = softmax_weights(scores, seen, dropout)
             out.append((weights.flatten(2, 3) @ values).unflatten(2, (-1, len(earlier))))
             memory = self._write(memory, k[:, :, some], v[:, :, some], position, real, after)
             length = after
@@ -161,6 +201,14 @@ class Ring(NamedTuple):
         sink = torch.arange(self.sinks, device=length.device).expand(len(length), -1)
         sink = torch.where(sink < length[:, None], sink, -1)
         return torch.cat([sink, ring] if self.sinks_first else [ring, sink], dim=1)
+
+
+def _put(memory: Tensor, row: int | Tensor, new: Tensor | float) -> None:
+    """memory `b h n ...` at `row` of n, which may differ along b."""
+    if isinstance(row, int):
+        memory[:, :, row] = new
+    else:
+        memory[torch.arange(len(memory), device=memory.device), :, row] = new
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:

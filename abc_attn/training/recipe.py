@@ -129,7 +129,7 @@ class Recipe:
 class _Loader(yaml.SafeLoader):
     """YAML as everybody expects it: 1e-3 is a number, and `no` is a word (eval_strategy: no)."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
         first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:bool"]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

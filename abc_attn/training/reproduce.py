@@ -101,7 +101,7 @@ def plan(
         raise ValueError(f"no row {', '.join(unknown)} in {folder}; there are {', '.join(found)}")
     known = list(TABLES[table].paper)
     chosen = sorted(rows or found, key=lambda row: (known.index(row) if row in known else len(known), row))
-    plans = []
+    plans: list[Plan] = []
     for row in chosen:
         for seed in seeds:
             run = Path("runs", scale, table, f"{row}-seed{seed}")

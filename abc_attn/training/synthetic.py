@@ -29,7 +29,7 @@ def plan(
     """A run for every control and number of slots; a row is "mlp-8"."""
     if scale != "small":
         raise ValueError(f"{task} has one scale: leave out --scale {scale}")
-    points = {"softmax": ("softmax", None)}
+    points: dict[str, tuple[str, int | None]] = {"softmax": ("softmax", None)}
     points |= {f"{control}-{slots}": (control, slots) for control in CONTROLS[1:] for slots in SLOTS}
     if unknown := sorted(set(rows or ()) - points.keys()):
         raise ValueError(f"no row {', '.join(unknown)}; there are {', '.join(points)}")
