@@ -1,6 +1,7 @@
 """Training by recipe: the same losses after any kill, clear mistakes, and models that load."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -14,10 +15,12 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from abc_attn.cli import main
+from abc_attn.evaluation import streaming_perplexity
 from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
 from abc_attn.training import load_recipe, train
 from abc_attn.training.recipe import parse_value
 from abc_attn.training.reproduce import TABLES
+from abc_attn.training.run import open_corpus
 from abc_attn.training.trainer import LMTrainer, read_metrics
 
 TINY = {
@@ -77,6 +80,14 @@ def test_a_run_from_end_to_end(recipe, tmp_path, capsys):
     prompt = tokenizer("w1 w2 w3", return_tensors="pt")
     written = model.generate(prompt.input_ids, attention_mask=torch.ones_like(prompt.input_ids), max_new_tokens=3)
     assert tokenizer.decode(written[0]).startswith("w1 w2 w3 ")
+
+    assert main(["generate", str(folder), "--prompt", "w1 w2", "--tokens", "3"]) == 0
+    assert "state" in capsys.readouterr().err
+    assert main(["evaluate", str(folder), "--file", "text/test.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    corpus = open_corpus(recipe())
+    ours = streaming_perplexity(model, corpus.tokens["test"])
+    assert math.isclose(found["perplexity"], ours.perplexity, rel_tol=1e-5)
 
     # A finished run is left as it is, resumed or not; another run in its place is refused.
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
