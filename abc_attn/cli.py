@@ -90,6 +90,38 @@ def make_parser() -> Parser:
 
     add_benchmarks(add(bench, "speed and memory against softmax attention", "abc-attn bench op --output results"))
 
+    parser_train = add(
+        train,
+        "train a language model by a recipe",
+        "abc-attn train recipes/small/table1a/mlp-64.yaml data_dir=wikitext-2",
+    )
+    parser_train.add_argument("recipe", type=Path, help="a YAML file; see recipes/")
+    add_overrides(parser_train)
+    parser_train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+
+    parser_reproduce = add(
+        reproduce,
+        "the paper's tables, and the synthetic tasks: train, score, and write results/",
+        "abc-attn reproduce table1a --rows base mlp-64 --seeds 0 1 --set data_dir=wikitext-2",
+    )
+    parser_reproduce.add_argument("what", choices=("table1a", "table1b", "recall", "copy"), help="what to reproduce")
+    parser_reproduce.add_argument(
+        "--scale", choices=("small", "full"), default="small", help="of a table (default: %(default)s)"
+    )
+    parser_reproduce.add_argument("--rows", nargs="+", metavar="ROW", help="only these recipes (default: all)")
+    parser_reproduce.add_argument(
+        "--seeds", nargs="+", type=whole_number(0), default=[0], metavar="SEED", help="one run each (default: 0)"
+    )
+    parser_reproduce.add_argument(
+        "--set", nargs="+", type=key_value, default=[], metavar="key=value", help="changes to every recipe"
+    )
+    parser_reproduce.add_argument(
+        "--recipes", type=Path, default=Path("recipes"), help="where recipes are (default: %(default)s)"
+    )
+    parser_reproduce.add_argument(
+        "--output", type=Path, default=Path("results"), help="where results go (default: %(default)s)"
+    )
+
     parser_convert = add(
         convert,
         "put bounded attention into a saved model",
@@ -150,6 +182,26 @@ def make_parser() -> Parser:
     parser_controls = add(controls, "the table of controls", "abc-attn controls --json")
     parser_controls.add_argument("--json", action="store_true", help="print JSON for other programs instead of a table")
     return parser
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """An argparse type: key=value."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"key=value is needed, got {text!r}")
+    return key, value
+
+
+def add_overrides(parser: Parser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        type=key_value,
+        metavar="key=value",
+        help="what to change in the recipe: any field of transformers' TrainingArguments or of AdaptiveLMConfig, or "
+        "one of task, block_size, data_dir, train_file, validation_file, test_file, dataset_name, dataset_config_name, "
+        "cache_dir, tokenizer, carry_state, init_from, items",
+    )
 
 
 def add_benchmarks(parser: Parser) -> None:
@@ -241,6 +293,62 @@ def bench(arguments: argparse.Namespace) -> None:
         raise OSError(error) from None
     if not passed:
         sys.exit(1)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train a language model as a recipe says, into its output_dir: the model, metrics.jsonl and checkpoints. Several
+    processes are started by torchrun: torchrun --nproc_per_node 2 -m abc_attn.cli train ..."""
+    with mistakes_are_one_line("train"):
+        from abc_attn.training import load_recipe, prepare
+        from abc_attn.training.recipe import parse_value
+
+        overrides = {key: parse_value(value) for key, value in arguments.overrides}
+        run = prepare(load_recipe(arguments.recipe, overrides), resume=arguments.resume)
+    with a_run_that_can_go_on():
+        run()
+
+
+def reproduce(arguments: argparse.Namespace) -> None:
+    """Train and score every row of a table of the paper, or the synthetic tasks over controls and slots; what is done
+    is not done again. Writes a JSON file for each run, and the table as Markdown beside the paper's numbers."""
+    with mistakes_are_one_line("train"):
+        from abc_attn.training import reproduce, synthetic
+        from abc_attn.training.recipe import parse_value
+
+        maker = reproduce if arguments.what in reproduce.TABLES else synthetic
+        plans = maker.plan(
+            arguments.what,
+            arguments.scale,
+            rows=arguments.rows,
+            seeds=arguments.seeds,
+            overrides={key: parse_value(value) for key, value in arguments.set},
+            recipes=arguments.recipes,
+            results=arguments.output,
+        )
+    with a_run_that_can_go_on():
+        print(maker.reproduce(arguments.what, arguments.scale, plans, arguments.output))
+
+
+@contextmanager
+def mistakes_are_one_line(extra: str) -> Iterator[None]:
+    """What a user can put right is said without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise OSError(error) from error
+    except ModuleNotFoundError as error:
+        raise OSError(f"this command needs {error.name}: pip install 'abc-attn[{extra}]'") from None
+
+
+@contextmanager
+def a_run_that_can_go_on() -> Iterator[None]:
+    try:
+        yield
+    except FloatingPointError as error:  # the loss: what to try is in the message
+        raise OSError(error) from error
+    except KeyboardInterrupt:
+        print("\nabc-attn: interrupted; a run goes on from its last checkpoint (train: --resume)", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 @contextmanager

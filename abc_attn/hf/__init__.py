@@ -3,6 +3,7 @@
 from typing import Any
 
 from abc_attn.hf import models
+from abc_attn.hf.adaptive_lm import AdaptiveLM, AdaptiveLMConfig
 from abc_attn.hf.cache import BoundedCache, load_state, save_state, state_bytes
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import CLASSES, BoundedConfig, BoundedModel
@@ -11,6 +12,8 @@ globals().update(CLASSES)
 _TRAINERS = ("Seq2SeqTrainer", "Trainer")
 
 __all__ = [
+    "AdaptiveLM",
+    "AdaptiveLMConfig",
     "BoundedCache",
     "BoundedConfig",
     "BoundedModel",

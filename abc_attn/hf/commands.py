@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache, state_bytes
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel
@@ -49,6 +50,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
     known = {cls.__name__: cls for cls in BOUNDED} | {n: c for n, c in CLASSES.items() if not n.endswith("Config")}
+    known |= {AdaptiveLM.__name__: AdaptiveLM}
     cls = next((known[name] for name in names if name in known), None)
     if cls is None:
         families = sorted({original.config_class.model_type for original in BOUNDED})
@@ -76,7 +78,11 @@ def generate_text(folder: Path, prompt: str, *, tokens: int, temperature: float,
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if not ids.shape[1]:
         raise ValueError("the prompt is empty; give at least one word")
-    cache = BoundedCache() if isinstance(model, BoundedModel) else transformers.DynamicCache(config=model.config)
+    cache = (
+        BoundedCache()
+        if isinstance(model, BoundedModel | AdaptiveLM)
+        else transformers.DynamicCache(config=model.config)
+    )
     shown, made, started = "", [], None
     for token in _continue(model, ids, cache, tokens, temperature, seed):
         started = started or time.perf_counter()  # the first has cost the reading of the prompt
@@ -87,7 +93,7 @@ def generate_text(folder: Path, prompt: str, *, tokens: int, temperature: float,
             shown = text
     seconds = time.perf_counter() - (started or 0.0)
     print()
-    if isinstance(model, BoundedModel):
+    if isinstance(model, BoundedModel | AdaptiveLM):
         size = f"state {state_bytes(cache):,} bytes, whatever the length"
     else:
         size = f"keys and values {sum(2 * layer.keys.nbytes for layer in cache.layers):,} bytes, growing"
@@ -119,14 +125,14 @@ def evaluate_perplexity(folder: Path, file: Path, *, context: int | None, tokens
         raise FileNotFoundError(f"no text file at {file}")
     text = file.read_text(encoding="utf-8")
     model, tokenizer = load_model(folder), load_tokenizer(folder)
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "AdaptiveLM")):
         raise ValueError(f"{folder} holds a {type(model).__name__}; perplexity is that of a causal language model")
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][:tokens]
     if not len(ids):
         raise ValueError(f"{file} has no text to score")
     if tokens is not None:
         text = tokenizer.decode(ids)
-    if context is None and not isinstance(model, BoundedModel):
+    if context is None and not isinstance(model, BoundedModel | AdaptiveLM):
         context = model.config.max_position_embeddings
     started = time.perf_counter()
     nll = token_nll(model, ids, context=context)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.models import BoundedModel
 
@@ -30,7 +31,7 @@ def token_nll(
     inputs = torch.cat([tokens.new_tensor([start]), tokens[:-1]])
     found = []
     if context is None:
-        if not isinstance(model, BoundedModel):
+        if not isinstance(model, BoundedModel | AdaptiveLM):
             raise ValueError(
                 f"a {type(model).__name__} keeps every token it has read, so it cannot be streamed: give a context, or "
                 "convert the model"

@@ -1,0 +1,264 @@
+"""Text to token files: read once, tokenized once, memory-mapped from then on.
+
+As in WikiText, a text is lines of words between spaces, and every line, an empty one too, ends with <eos>. Perplexity
+is per word: the words and line ends of the text, whatever tokens they were cut into.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+SPLITS = ("train", "validation", "test")
+TOKENIZERS = ("word", "bpe")
+UNKNOWN, END = "<unk>", "<eos>"
+_FORMAT = 1
+_NAMES = {"train": ("train",), "validation": ("valid", "validation"), "test": ("test",)}
+_ENDINGS = (".tokens", ".txt", ".raw", ".tokens.xz", ".txt.xz", ".raw.xz")
+_LINES_AT_A_TIME = 10_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a corpus comes from: three files, or a data set of the `datasets` library."""
+
+    files: dict[str, Path] | None = None  # by split
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+
+    def fingerprint(self) -> str:
+        """Of what is in the files, wherever they lie and whatever they are called."""
+        if self.files is None:
+            return f"{self.dataset_name}/{self.dataset_config_name}"
+        digests = []
+        for split in SPLITS:
+            with open(self.files[split], "rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        return " ".join(digests)
+
+    def lines(self, split: str) -> Iterator[str]:
+        """The lines of a split, without their ends."""
+        return self._dataset_lines(split) if self.files is None else _file_lines(self.files[split])
+
+    def _dataset_lines(self, split: str) -> Iterator[str]:
+        from datasets import load_dataset
+
+        rows = load_dataset(self.dataset_name, self.dataset_config_name, split=split)
+        if "text" not in rows.column_names:
+            raise ValueError(
+                f"{self.dataset_name} has columns {', '.join(rows.column_names)}; a column 'text' is needed"
+            )
+        for row in rows:
+            yield from row["text"].removesuffix("\n").split("\n")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token files, memory-mapped: `tokens[split]`; `words[split]` is what perplexity divides by."""
+
+    folder: Path
+    tokens: dict[str, np.ndarray]
+    words: dict[str, int]
+    tokenizer: PreTrainedTokenizerFast
+    fingerprint: str
+
+    @classmethod
+    def open(cls, folder: Path) -> Corpus:
+        about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        return cls(
+            folder=folder,
+            tokens={split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in SPLITS},
+            words=about["words"],
+            tokenizer=_pretrained(Tokenizer.from_file(str(folder / "tokenizer.json")), about["eos_token"]),
+            fingerprint=about["fingerprint"],
+        )
+
+
+def find_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
+    """The files of a WikiText-style folder by split: wiki.train.tokens, train.txt, ... each possibly as .xz."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}: data_dir must hold the text to train on")
+    found = {}
+    for split, names in _NAMES.items():
+        wanted = [f"{prefix}{name}{ending}" for name in names for prefix in ("wiki.", "") for ending in _ENDINGS]
+        there = [folder / name for name in wanted if (folder / name).is_file()]
+        if not there:
+            raise FileNotFoundError(f"no {split} text in {folder}; looked for {wanted[0]}, {names[0]}.txt and the like")
+        found[split] = there[0]
+    return found
+
+
+def build_corpus(
+    source: Source, cache_dir: str | os.PathLike[str], tokenizer: str = "word", vocab_size: int | None = None
+) -> Corpus:
+    """The corpus as token files under `cache_dir`, built now unless they are there already.
+
+    tokenizer: "word" (every word between spaces that the training text has, or its `vocab_size` most frequent ones; any
+    other is <unk>) or "bpe" (`vocab_size` byte-level pieces). Tokens are numbered by falling frequency.
+    """
+    if tokenizer not in TOKENIZERS:
+        raise ValueError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
+    if tokenizer == "bpe" and vocab_size is None:
+        raise ValueError("tokenizer 'bpe' needs a vocab_size, for instance 8192")
+    if source.files is not None:
+        for split, path in source.files.items():
+            if not path.is_file():
+                raise FileNotFoundError(f"no {split} text at {path}")
+    recipe = json.dumps([_FORMAT, source.fingerprint(), tokenizer, vocab_size])
+    fingerprint = hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    folder = Path(cache_dir) / fingerprint
+    if not folder.is_dir():
+        Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        # Under a temporary name until it is whole: a reader sees all of it or nothing.
+        partial = Path(tempfile.mkdtemp(dir=cache_dir, prefix=f".{fingerprint}."))
+        try:
+            _write(source, tokenizer, vocab_size, partial, fingerprint)
+            partial.chmod(0o755)
+            with suppress(OSError):  # another process was quicker: its files are as good
+                partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Corpus.open(folder)
+
+
+def _write(source: Source, kind: str, vocab_size: int | None, folder: Path, fingerprint: str) -> None:
+    with tqdm(desc="reading the training text", unit=" lines", disable=not sys.stderr.isatty()) as bar:
+        counts: Counter[str] = Counter()
+        lines = 0
+        for line in source.lines("train"):
+            counts.update(line.split())
+            lines += 1
+            bar.update()
+    if not counts:
+        raise ValueError(f"the training text has no words: {_name(source, 'train')}")
+    if kind == "word":
+        tokenizer, end = _word_level(counts, lines, vocab_size), END
+    else:
+        assert vocab_size is not None
+        tokenizer, end = _byte_pairs(source, vocab_size), "\n"
+    words = {}
+    for split in SPLITS:
+        tokens, words[split] = _encode(source, split, tokenizer, kind, end)
+        np.save(folder / f"{split}.npy", tokens)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about: dict[str, Any] = {"words": words, "eos_token": end, "fingerprint": fingerprint}
+    (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _encode(source: Source, split: str, tokenizer: Tokenizer, kind: str, end: str) -> tuple[np.ndarray, int]:
+    """The tokens of a split, and how many words (line ends included) they stand for."""
+    vocabulary = tokenizer.get_vocab()
+    unknown, end_id = vocabulary.get(UNKNOWN), vocabulary[end]
+    small = np.uint16 if len(vocabulary) <= 2**16 else np.uint32
+    parts, words = [], 0
+    with tqdm(desc=f"tokenizing {split}", unit=" lines", disable=not sys.stderr.isatty()) as bar:
+        for lines in _batched(source.lines(split), _LINES_AT_A_TIME):
+            if kind == "word":  # what the tokenizer would give, many times faster
+                ids = [vocabulary.get(word, unknown) for line in lines for word in (*line.split(), END)]
+            else:
+                ids = [i for encoded in tokenizer.encode_batch(lines) for i in (*encoded.ids, end_id)]
+            words += sum(len(line.split()) + 1 for line in lines)
+            parts.append(np.array(ids, dtype=small))
+            bar.update(len(lines))
+    if not parts:
+        raise ValueError(f"the {split} text is empty: {_name(source, split)}")
+    return np.concatenate(parts), words
+
+
+def _word_level(counts: Counter[str], lines: int, vocab_size: int | None) -> Tokenizer:
+    if vocab_size is not None and vocab_size < 3:
+        raise ValueError(f"vocab_size must be at least 3 ({UNKNOWN}, {END} and a word), got {vocab_size}")
+    ordinary = [word for word, _ in counts.most_common() if word not in (UNKNOWN, END)]
+    room = len(ordinary) if vocab_size is None else vocab_size - 2
+    kept = {word: counts[word] for word in ordinary[:room]}
+    kept[END] = counts[END] + lines
+    kept[UNKNOWN] = counts[UNKNOWN] + sum(counts[word] for word in ordinary[room:])
+    ranked = sorted(kept, key=lambda word: (-kept[word], word))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(ranked)}, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Replace("\n", f" {END} ")
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _byte_pairs(source: Source, vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small for the bytes alone: tokenizer 'bpe' needs {len(alphabet) + 1}"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
+    )
+    tokenizer.train_from_iterator(source.lines("train"), trainer)
+    # Number the pieces by frequency: the bands of an adaptive softmax depend on it.
+    counts: Counter[int] = Counter()
+    for lines in _batched(source.lines("train"), _LINES_AT_A_TIME):
+        for encoded in tokenizer.encode_batch(lines):
+            counts.update(encoded.ids)
+    ranked = sorted(tokenizer.get_vocab().items(), key=lambda item: (-counts[item[1]], item[1]))
+    about = json.loads(tokenizer.to_str())
+    about["model"]["vocab"] = {piece: i + 1 for i, (piece, _) in enumerate(ranked)}
+    end = AddedToken("\n", normalized=False)  # a line's end, and number 0: no line is without one
+    about["model"]["vocab"][end.content] = 0
+    tokenizer = Tokenizer.from_str(json.dumps(about))
+    tokenizer.add_tokens([end])
+    return tokenizer
+
+
+def _pretrained(tokenizer: Tokenizer, end: str) -> PreTrainedTokenizerFast:
+    special = {"eos_token": end, "bos_token": end}  # a text begins as a line does, after the end of another
+    if UNKNOWN in tokenizer.get_vocab():
+        special["unk_token"] = UNKNOWN
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    opened: Any = lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")  # noqa: SIM115 (closed below)
+    number = 0
+    with opened as file:
+        try:
+            for line in file:
+                number += 1
+                yield line.decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8: line {number} has byte {error.object[error.start]:#04x} at column "
+                f"{error.start}; convert it, for instance with `iconv -t UTF-8`"
+            ) from None
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"{path} is not a whole .xz file: {error}") from None
+
+
+def _batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _name(source: Source, split: str) -> str:
+    return f"{source.dataset_name}, {split}" if source.files is None else str(source.files[split])

@@ -1,0 +1,156 @@
+"""Text to tokens: what is counted, what is refused, and that a cache is whole or absent."""
+
+import lzma
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from abc_attn.data import Copy, Recall, Segments, Source, Streams, build_corpus, find_files
+
+TEXT = {
+    "train": " = Title = \n\n the cat sat on the mat \n the <unk> sat \n",
+    "valid": "the dog sat\n",
+    "test": "a cat\n\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split, text in TEXT.items():
+        (tmp_path / f"wiki.{split}.tokens").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_words_as_in_wikitext(folder, tmp_path):
+    corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache")
+    tokenizer = corpus.tokenizer
+    train = corpus.tokens["train"]
+    shown = "= Title = <eos> <eos> the cat sat on the mat <eos> the <unk> sat <eos>"
+    assert " ".join(tokenizer.convert_ids_to_tokens(train)) == shown
+    assert tokenizer.convert_ids_to_tokens(corpus.tokens["validation"]) == ["the", "<unk>", "sat", "<eos>"]
+    assert corpus.words == {"train": 16, "validation": 4, "test": 4}
+    counts = np.bincount(train)
+    assert (np.diff(counts) <= 0).all()  # numbered by falling frequency
+    assert isinstance(train, np.memmap)
+    # The tokenizer that is saved with a model agrees.
+    encoded = tokenizer("the cat sat\nthe zebra\n")["input_ids"]
+    assert " ".join(tokenizer.convert_ids_to_tokens(encoded)) == "the cat sat <eos> the <unk> <eos>"
+    assert tokenizer.decode(tokenizer("the cat")["input_ids"]) == "the cat"
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_smaller_vocabulary_keeps_the_frequent_words(folder, tmp_path, size):
+    corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache", vocab_size=size)
+    assert len(corpus.tokenizer) == size
+    assert {"<unk>", "<eos>"} <= set(corpus.tokenizer.get_vocab())
+    assert corpus.words["train"] == len(corpus.tokens["train"]) == 16
+    assert (np.diff(np.bincount(corpus.tokens["train"], minlength=size)) <= 0).all()
+
+
+def test_byte_pairs_give_back_the_text(folder, tmp_path):
+    corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache", "bpe", vocab_size=270)
+    assert corpus.tokenizer.decode(corpus.tokens["train"]) == TEXT["train"]
+    assert corpus.tokenizer(TEXT["test"])["input_ids"] == corpus.tokens["test"].tolist()
+    assert corpus.words == {"train": 16, "validation": 4, "test": 4}  # words, not pieces
+    assert len(corpus.tokenizer) <= 270
+
+
+def test_built_once_and_whole(folder, tmp_path, monkeypatch):
+    files, cache = find_files(folder), tmp_path / "cache"
+    first = build_corpus(Source(files), cache)
+    assert [path.name for path in cache.iterdir()] == [first.folder.name]
+    monkeypatch.setattr("abc_attn.data.text._write", None)  # would fail if it were called
+    assert build_corpus(Source(files), cache).folder == first.folder
+    monkeypatch.undo()
+    # The same text compressed is the same text to train on, but other bytes: it is built anew, with the same tokens.
+    for split, text in TEXT.items():
+        (folder / f"wiki.{split}.tokens").unlink()
+        (folder / f"wiki.{split}.tokens.xz").write_bytes(lzma.compress(text.encode()))
+    again = build_corpus(Source(find_files(folder)), cache)
+    for split in again.tokens:
+        np.testing.assert_array_equal(again.tokens[split], first.tokens[split])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("wiki.train.tokens", b"", "no words"),
+        ("wiki.train.tokens", b"\n\n", "no words"),
+        ("wiki.test.tokens", b"", "the test text is empty"),
+        ("wiki.valid.tokens", b"good line\nbad \xff line\n", r"not UTF-8: line 2 has byte 0xff at column 4"),
+        ("wiki.test.tokens.xz", lzma.compress(b"some words\n" * 99)[:-20], "not a whole .xz file"),
+        ("wiki.test.tokens.xz", b"plain text", "not a whole .xz file"),
+    ],
+)
+def test_bad_text_is_an_error_and_leaves_no_cache(folder, tmp_path, name, content, said):
+    if name.endswith(".xz"):
+        (folder / name.removesuffix(".xz")).unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        build_corpus(Source(find_files(folder)), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_missing_text_is_an_error(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        find_files(tmp_path / "nowhere")
+    (folder / "wiki.test.tokens").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no test text in .* looked for wiki\.test\.tokens"):
+        find_files(folder)
+    with pytest.raises(ValueError, match="one of word, bpe, got 'char'"):
+        build_corpus(Source({}), tmp_path / "cache", "char")
+    with pytest.raises(ValueError, match="vocab_size"):
+        build_corpus(Source({}), tmp_path / "cache", "bpe")
+
+
+def test_segments_go_through_the_text_once_a_pass():
+    tokens = np.arange(1000, dtype=np.uint16)
+    data = Segments(tokens, length=32, total=90, seed=5)
+    assert data.per_pass == 30
+    for number in range(3):
+        items = [data[number * 30 + i] for i in range(30)]
+        read = np.sort(np.concatenate([item["input_ids"] for item in items]))
+        assert (np.diff(read) == 1).all()  # neighbours, each token once
+        assert all((item["shift_labels"] == item["input_ids"] + 1).all() for item in items)
+    # Out of order it is the same: that is what resuming needs.
+    late = Segments(tokens, length=32, total=90, seed=5)[77]
+    assert (late["input_ids"] == data[77]["input_ids"]).all()
+    assert (Segments(tokens, 32, 90, seed=6)[77]["input_ids"] != late["input_ids"]).any()
+    with pytest.raises(ValueError, match="1000 tokens, fewer than two segments of 501"):
+        Segments(tokens, length=501, total=1, seed=0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_streams_go_on_where_they_were(processes):
+    tokens, rows, length = np.arange(1000, dtype=np.uint16), 3, 32
+    data = Streams(tokens, length, total=10_000, rows=rows, processes=processes)
+    for process in range(processes):
+        batches = [
+            [data[(turn * processes + process) * rows + row]["input_ids"].numpy() for row in range(rows)]
+            for turn in range(40)
+        ]
+        for before, after in pairwise(batches):
+            for row in range(rows):
+                assert after[row][0] == (before[row][-1] + 1) % 1000
+    first = {int(data[i]["input_ids"][0]) for i in range(rows * processes)}
+    assert len(first) == rows * processes
+
+
+def test_recall_asks_for_the_value_of_each_key():
+    item = Recall(items=5, vocab_size=20, total=3, seed=1)[2]
+    words, labels = item["input_ids"].tolist(), item["shift_labels"].tolist()
+    value = dict(zip(words[0:10:2], words[1:10:2], strict=True))
+    asked = [(word, label) for word, label in zip(words, labels, strict=True) if label != -100]
+    assert len(asked) == 5
+    assert dict(asked) == value
+    with pytest.raises(ValueError, match="vocab_size of at least 10"):
+        Recall(items=5, vocab_size=9, total=1, seed=0)
+
+
+def test_copy_asks_for_every_word_again():
+    item = Copy(items=6, vocab_size=9, total=1, seed=0)[0]
+    words, labels = item["input_ids"], item["shift_labels"]
+    assert words[6] == 0
+    assert (labels[:6] == -100).all()
+    assert labels[6:].tolist() == words[:6].tolist()

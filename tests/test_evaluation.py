@@ -1,0 +1,78 @@
+"""Perplexity against a computation that scores one token at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from abc_attn.evaluation import perplexity, streaming_perplexity
+from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+
+WORDS = 60
+
+
+def adaptive(control="mlp:8"):
+    return AdaptiveLM(
+        AdaptiveLMConfig(
+            vocab_size=WORDS, cutoffs=(20,), div_val=2, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=64, control=control,
+        )
+    ).double()  # fmt: skip
+
+
+def llama():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, bos_token_id=1, eos_token_id=2, **sizes)).double()
+
+
+def brute_force(model, tokens, context, window):
+    """Each token from all that its window holds before it, the whole softmax each time."""
+    start = model.config.bos_token_id if model.config.bos_token_id is not None else model.config.eos_token_id
+    text = [start, *tokens.tolist()]
+    step, nll = window - context, 0.0
+    for target in range(1, len(text)):
+        block = (target - 1) // step * step  # the first target of its window is number block + 1
+        read = text[max(0, block - context) : target]
+        assert len(read) <= window
+        assert len(read) > context or read[0] == start
+        logits = model.eval()(torch.tensor([read])).logits[0, -1]
+        nll -= logits.log_softmax(-1)[text[target]].item()
+    return nll
+
+
+@pytest.mark.parametrize("make", [adaptive, lambda: adaptive("softmax"), lambda: adaptive("linformer:4"), llama])
+@pytest.mark.parametrize("context", [0, 8, 15])
+def test_perplexity_is_that_of_brute_force(make, context):
+    model = make()
+    tokens = np.random.default_rng(0).integers(WORDS, size=71, dtype=np.uint16)
+    score = perplexity(model, tokens, words=50, context=context, window=16, batch_size=3)
+    expected = brute_force(model, tokens, context, window=16)
+    assert math.isclose(score.nll, expected, rel_tol=1e-6 if make is llama else 1e-12)
+    assert score.tokens == 71
+    assert math.isclose(score.perplexity, math.exp(score.nll / 50))
+    assert model.training is False  # brute_force left it so
+
+
+@pytest.mark.parametrize("control", ["mlp:8", "window:4+mlp:4", "random:8", "rfa:8"])
+def test_streaming_is_one_long_sequence(control):
+    model = adaptive(control).train()
+    tokens = np.random.default_rng(0).integers(WORDS, size=71, dtype=np.uint16)
+    whole = perplexity(model, tokens, window=100)
+    streamed = streaming_perplexity(model, tokens, chunk=16)
+    assert math.isclose(streamed.nll, whole.nll, rel_tol=1e-12)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: perplexity(adaptive(), np.arange(9), context=16, window=16), "from 0 to window - 1 = 15"),
+        (lambda: perplexity(adaptive(), np.arange(0)), "no tokens"),
+        (lambda: streaming_perplexity(adaptive("softmax"), np.arange(9)), "softmax"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_an_error(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

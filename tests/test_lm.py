@@ -1,0 +1,167 @@
+"""AdaptiveLM: the sizes of the paper, the adaptive softmax against the plain one, generation, and checkpoints."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+
+CONTROLS = ["softmax", "mlp:8", "linformer:8", "random:8", "elu", "rfa:8", "t2r:8", "window:4+mlp:4"]
+
+
+def tiny(control="mlp:8", **options):
+    sizes = {
+        "vocab_size": 97, "cutoffs": (20, 50), "div_val": 2, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 64, "control": control,
+    }  # fmt: skip
+    return AdaptiveLM(AdaptiveLMConfig(**sizes | options))
+
+
+def count(**options):
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in AdaptiveLM(AdaptiveLMConfig(**options)).parameters())
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(16, 246_932_928), (32, 448_472_512)])
+def test_parameters_of_the_papers_settings(layers, expected):
+    """By the sizes that the paper gives. It says ~242M and ~484M; the second is no more than twice the first, as if the
+    embeddings doubled with the layers."""
+    width, ffn, words = 1024, 4096, 267_735
+    layer = 4 * width * (width + 1) + width * ffn + ffn + ffn * width + width + 4 * width
+    widths, sizes = (1024, 256, 64), (20_000, 40_000, words - 60_000)
+    vocabulary = sum(n * w + w * width for n, w in zip(sizes, widths, strict=True)) + 2 * width
+    assert expected == layers * layer + vocabulary
+    assert count(num_hidden_layers=layers, control="softmax") == expected
+    for slots in (32, 64):
+        learned = count(num_hidden_layers=layers, control="mlp", slots=slots)
+        assert learned == expected + width * 8 * slots
+        assert learned < 1.01 * expected
+
+
+def test_untied_controls_are_one_for_each_layer():
+    assert count(control="mlp:64", tie_control=False) - count(control="softmax") == 16 * 1024 * 8 * 64
+
+
+def test_the_loss_is_that_of_the_full_softmax():
+    model = tiny().double().eval()
+    words = torch.randint(97, (3, 30))
+    assert words.unique().numel() > 40  # all bands
+    full = model(words).logits
+    torch.testing.assert_close(full.logsumexp(-1), torch.zeros(3, 30, dtype=torch.float64), atol=1e-12, rtol=0)
+    labels = words.masked_fill(torch.rand(3, 30) < 0.2, -100)
+    expected = F.cross_entropy(full[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(model(words, labels=labels).loss, expected, rtol=1e-12, atol=0)
+    shifted = model(words[:, :-1], shift_labels=labels[:, 1:])
+    torch.testing.assert_close(shifted.loss, expected, rtol=1e-12, atol=0)
+    assert shifted.logits is None
+
+
+def test_a_batch_without_rare_words_has_a_loss():
+    model = tiny()
+    words = torch.randint(20, (2, 8))
+    model(words, labels=words).loss.backward()
+    assert model.vocabulary.tables[0].weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="got both"):
+        model(words, labels=words, shift_labels=words)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_generation_with_the_state_is_generation_without(control):
+    model = tiny(control, pad_token_id=0).double().eval()
+    prompts = torch.randint(1, 97, (2, 9))
+    for options in ({}, {"num_beams": 3}):
+        settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompts)} | options
+        cached = model.generate(prompts, **settings)
+        assert torch.equal(cached, model.generate(prompts, use_cache=False, **settings))
+    padded = F.pad(prompts, (4, 0))
+    mask = F.pad(torch.ones_like(prompts), (4, 0))
+    left = model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False)
+    assert torch.equal(left[:, 4:], alone)
+
+
+def test_another_cache_is_refused():
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        tiny().generate(torch.ones(1, 3, dtype=torch.int64), cache_implementation="static", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("tie_control", [True, False])
+def test_saved_and_loaded(control, tie_control, tmp_path):
+    model = tiny(control, tie_control=tie_control).eval()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is AdaptiveLM
+    words = torch.randint(97, (2, 12))
+    torch.testing.assert_close(again(words).logits, model(words).logits, rtol=0, atol=0)
+
+
+def test_t2r_starts_from_a_trained_softmax(tmp_path):
+    source = tiny("softmax")
+    source.save_pretrained(tmp_path)
+    config = tiny("t2r:8").config
+    model = AdaptiveLM.from_pretrained(tmp_path, config=config)
+    for name, weight in source.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name)), name
+    assert 0.5 < model.control.weight.std() * 8**0.5 < 2  # as t2r itself starts
+    assert (model.control.bias == 0).all()
+
+
+@pytest.mark.parametrize("tie_control", [True, False])
+def test_all_but_the_control_starts_alike(tie_control):
+    started = []
+    for control in ("softmax", "mlp:8", "window:4+mlp:4"):
+        torch.manual_seed(3)
+        started.append(dict(tiny(control, tie_control=tie_control, control_options=None).named_parameters()))
+    for other in started[1:]:
+        for name, weight in started[0].items():
+            assert torch.equal(weight, other[name]), name
+    torch.manual_seed(3)
+    gated = tiny("mlp:8", control_options={"gate": True})
+    assert gated.control.gate.bias.min() == 2  # the gate's own start, not that of any Linear
+    assert 0.5 < gated.control.proj.weight.std() * 32**0.5 < 2
+
+
+def test_positions_run_in_a_circle():
+    model = tiny(position_period=64).eval()
+    position = torch.arange(64)[None]
+    here = model._sinusoids(position)
+    torch.testing.assert_close(model._sinusoids(position + 64 * 10**9), here, rtol=0, atol=0)
+    dots = here[0] @ here[0].mT  # what a dot product sees is the distance along the circle, also across its seam
+    torch.testing.assert_close(dots.roll((1, 1), (0, 1)), dots, rtol=0, atol=1e-9)
+    assert (dots - dots.diagonal()[:, None]).fill_diagonal_(-math.inf).max() < -1e-3  # no two positions are alike
+
+
+def test_positions_of_a_long_text_are_exact():
+    model = tiny()
+    far = model._sinusoids(torch.tensor([[10**6]]))[0, 0]
+    assert math.isclose(far[0].item(), math.sin(10**6), abs_tol=1e-9)
+
+
+def test_layer_dropout_leaves_out_layers_in_training_only():
+    model = tiny(layerdrop=0.5, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, adaptive_dropout=0.0)
+    words = torch.randint(97, (1, 6))
+    losses = {model(words, labels=words).loss.item() for _ in range(40)}
+    assert len(losses) == 4  # two layers, each there or not
+    model.eval()
+    assert len({model(words, labels=words).loss.item() for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cutoffs": (50, 20)}, "cutoffs must rise"),
+        ({"cutoffs": (20, 200)}, "vocab_size=97"),
+        ({"hidden_size": 4}, "no width"),
+        ({"dropout": 1.0}, "dropout must be in"),
+        ({"position_period": 1}, "position_period"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"control": "luna"}, "cannot be causal"),
+    ],
+)
+def test_a_wrong_setting_is_an_error(options, said):
+    with pytest.raises(ValueError, match=said):
+        tiny(**({"div_val": 4} if "hidden_size" in options else {}) | options)
