@@ -12,7 +12,7 @@ import torch
 from contract import error, gradient_error
 
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
-from abc_attn.kernels.native import LIBRARY, _forward
+from abc_attn.kernels.native import LIBRARY, _forward, _parts
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -119,15 +119,29 @@ def test_any_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [{"n": 64}, {"n": 128, "g": 3}])
+def test_fewer_rows_than_threads(sizes, causal):
+    """Then each thread takes some of the slots, and what they read is joined."""
+    tensors, before = inputs(b=1, h=1, **sizes), torch.get_num_threads()
+    expected = outcome("reference", torch.float64, tensors, causal=causal)
+    torch.set_num_threads(4)
+    try:
+        assert _parts(1, sizes["n"]) == min(4, sizes["n"] // 16)
+        assert_close(outcome("native", torch.float32, tensors, causal=causal), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_operator_is_sound():
     """Schema, fake tensors and autograd registration, as torch checks them."""
     q, k, v, logits = (x.requires_grad_() for x in inputs(b=1, h=1, t=5, n=3, d=2, e=2))
     memory = Memory(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3), torch.zeros(1, 1, 3).bool())
     total = torch.full((1, 1, 3), -torch.inf, dtype=torch.float64)
-    options = (False, False, True, 0.7, True)  # linear, mask_empty, causal, scale, saves
+    options = (False, False, True, 0.7, True, True)  # linear, mask_empty, causal, scale, saves, joins
     torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *options))
     torch.library.opcheck(_forward, (q, k, v, logits, -logits.abs().detach(), None, *memory, None, False, *options))
-    whole = (False, False, False, 0.7, True)
+    whole = (False, False, False, 0.7, True, False)
     torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *whole))
 
 

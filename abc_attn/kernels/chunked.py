@@ -158,9 +158,11 @@ def _memories(
         added = (phi * decay_after(log_decay).exp()).mT @ written
         decay = log_decay.sum(-2).exp()[..., None]
         every = []
-        for m in range(added.shape[3]):
+        for left, new in zip(
+            decay.unbind(3), added.unbind(3), strict=True
+        ):  # the gradient of a slice is as large as all
             every.append(stored)
-            stored = decay[:, :, :, m] * stored + added[:, :, :, m]
+            stored = left * stored + new
         starts = torch.stack(every, dim=3)
     last_k, last_v, last_mass = stored[:, :, 0].split(widths, dim=-1)
     starts_k, starts_v, starts_mass = starts.split(widths, dim=-1)

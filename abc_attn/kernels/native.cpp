@@ -25,9 +25,9 @@ struct Args {
     float *memory_k, *memory_v, *mass;  // ... and after
     uint8_t *used;
     double *log_total;
-    float *out, *scores, *checkpoints;
+    float *out, *scores, *lse, *checkpoints;  // lse: log-sum-exp of the scores
     // backward only
-    const float *d_out;
+    const float *d_out, *d_lse;
     float *d_memory_k, *d_memory_v, *d_mass;  // in: of the memory after; out: of the one before
     double *d_log_total;
     float *d_q, *d_k, *d_v, *d_phi, *d_log_decay;

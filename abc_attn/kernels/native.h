@@ -239,7 +239,8 @@ struct Row {
     void sizes(const Args *args) {
         a = args;
         n = a->n, d = a->d, e = a->e;
-        piece = a->backward ? 32 : 16;  // backward pays more for each piece, forward more for each pair in it
+        // Causal, forward pays most for the pairs of tokens in a piece, backward for the pieces. Else there are no pairs.
+        piece = !a->causal ? 64 : a->backward ? 32 : 16;
         np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
     }
 
@@ -349,7 +350,7 @@ struct Row {
                 sum += weight;
                 vec all = before + sum;
                 store(c + i * np + j, weight);
-                store(x + i * np + j, all > zero ? reciprocal(all) : zero);
+                if (a->causal || i == length - 1) store(x + i * np + j, all > zero ? reciprocal(all) : zero);
             }
             for (int l = 0; l < VL; l++) s.total[j + l] += sum[l];
             store(s.top + j, top);
@@ -496,7 +497,7 @@ struct Row {
                 put(j, weight);
             }
             const float all = sum(total), norm = all == 0 ? 0 : 1 / all;
-            if (lse) lse[i] = all == 0 ? 0 : against + logf(all);
+            if (lse) lse[i] = all == 0 ? -INFINITY : against + logf(all);
 #pragma GCC unroll 8
             for (int j = 0; j < vectors; j++)
                 store(z + j * VL, x ? get(j) * norm * load(x + i * np + j * VL) : get(j) * norm);
@@ -506,14 +507,16 @@ struct Row {
     // p again, from what the forward pass kept. Returns the scores in whole vectors.
     const float *recover(int length, const float *kept, const float *lse, float *room, float *weights) const {
         const float *scores = padded(length, n, kept, room, np, -INFINITY);
-        for (int i = 0; i < length; i++)
-            for (int j = 0; j < np; j += VL) store(weights + i * np + j, vexp(load(scores + i * np + j) - lse[i]));
+        for (int i = 0; i < length; i++) {
+            const float against = lse[i] == -INFINITY ? 0 : lse[i];
+            for (int j = 0; j < np; j += VL) store(weights + i * np + j, vexp(load(scores + i * np + j) - against));
+        }
         return scores;
     }
 
     // Gradients of the scores, from p and dp (in z and y): z = p x, y = d score x scale; u takes what scaling a slot's
     // memory would do.
-    void back(int length, const float *scores, float *z, float *y, const float *x, float *u) const {
+    void back(int length, const float *scores, float *z, float *y, const float *x, float *u, const float *d_lse) const {
         for (int i = 0; i < length; i++, z += np, y += np, scores += np) {
             vec dot = {};
             for (int j = 0; j < np; j += VL) {
@@ -521,7 +524,7 @@ struct Row {
                 store(y + j, d_weight);
                 dot += load(z + j) * d_weight;
             }
-            const float mean = sum(dot);
+            const float mean = sum(dot) - (d_lse ? d_lse[i] : 0);
             for (int j = 0; j < np; j += VL) {
                 vec weight = load(z + j), d_weight = load(y + j), slope = weight * (d_weight - mean);
                 if (!x) {
@@ -612,7 +615,6 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
     float *f = w.take(piece * np), *z = w.take(piece * np);
     float *pairs = w.take(piece * piece), *ob = w.take(piece * ep), *den = w.take(piece);
-    float *lse = a->scores ? a->scores + a->rows * a->g * a->queries * n : nullptr;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
     w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n,
@@ -644,7 +646,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                         for (int j = 0; j < np; j += VL) store(z + j, load(z + j) + load(w.c + j) * dot);
                     }
                     w.weigh(length, z, w.x, w.masked() ? w.allow : nullptr, a->scores ? a->scores + at * n : nullptr,
-                            lse ? lse + at : nullptr);
+                            a->lse ? a->lse + at : nullptr);
                 }
                 float *to = e == ep ? a->out + at * e : ob;
                 product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
@@ -675,7 +677,6 @@ static void forward_whole(const Args *a, int64_t row, float *scratch) {
     w.take_carry(s);
     const int n = w.n, d = w.d, e = w.e, np = w.np, ep = w.ep, piece = w.piece;
     float *z = w.take(piece * np), *ob = w.take(piece * ep), *allow = w.take(piece * np);
-    float *lse = a->scores ? a->scores + a->rows * a->g * a->queries * n : nullptr;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
     w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n, a->old_total + row * n);
@@ -699,7 +700,7 @@ static void forward_whole(const Args *a, int64_t row, float *scratch) {
             const int64_t at = (row * a->g + group) * a->queries + from;
             product(length, np, d, w.q + (group * a->queries + from) * d, d, 1, s.turned, np, z, np);
             w.weigh(length, z, nullptr, w.masked() ? allow : nullptr, a->scores ? a->scores + at * n : nullptr,
-                    lse ? lse + at : nullptr);
+                    a->lse ? a->lse + at : nullptr);
             float *to = e == ep ? a->out + at * e : ob;
             product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
             for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
@@ -852,7 +853,6 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
     const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
     const size_t sums = sums_floats(w);
-    const float *lse = a->scores + a->rows * a->g * t * n;
     float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *vT = w.take(ep * piece);
     float *scores = w.take(piece * np), *y = w.take(piece * np), *z = w.take(piece * np), *u = w.take(piece * np);
     float *dc = w.take(piece * np), *later = w.take(np), *unscale = w.take(np), *den = w.take(piece);
@@ -946,8 +946,8 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         for (int j = 0; j <= i; j++) outer[i * piece + j] += minus;
                     }
                 } else {
-                    const float *found = w.recover(length, a->scores + at * n, lse + at, scores, z);
-                    w.back(length, found, z, y, w.x, u);
+                    const float *found = w.recover(length, a->scores + at * n, a->lse + at, scores, z);
+                    w.back(length, found, z, y, w.x, u, a->d_lse ? a->d_lse + at : nullptr);
                 }
                 product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
                 product<false, CORNER>(length, piece, n, z, np, 1, w.cT, piece, mix, piece);
@@ -1020,7 +1020,6 @@ static void backward_whole(const Args *a, int64_t row, float *scratch) {
     w.begin(a, row, scratch);
     const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
     const float *mk = a->memory_k + row * n * d, *mv = a->memory_v + row * n * e;
-    const float *lse = a->scores + a->rows * a->g * a->queries * n;
     float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *scores = w.take(piece * np);
     float *y = w.take(piece * np), *z = w.take(piece * np), *dqb = w.take(piece * dp), *dvb = w.take(piece * ep);
     float *K = w.take(np * dp), *V = w.take(np * ep), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
@@ -1037,8 +1036,8 @@ static void backward_whole(const Args *a, int64_t row, float *scratch) {
             const float *qs = padded(length, d, w.q + (group * a->queries + from) * d, qb, dp, 0.0f);
             const float *gs = padded(length, e, a->d_out + at * e, gb, ep, 0.0f);
             product(length, np, e, gs, ep, 1, vt, np, y, np);
-            const float *found = w.recover(length, a->scores + at * n, lse + at, scores, z);
-            w.back(length, found, z, y, nullptr, nullptr);
+            const float *found = w.recover(length, a->scores + at * n, a->lse + at, scores, z);
+            w.back(length, found, z, y, nullptr, nullptr, a->d_lse ? a->d_lse + at : nullptr);
             float *to = d == dp ? a->d_q + at * d : dqb;
             product(length, dp, n, y, np, 1, K, dp, to, dp);
             product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);

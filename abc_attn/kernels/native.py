@@ -19,8 +19,20 @@ _SIZES = ("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_em
 _POINTERS = (
     *("q", "k", "v", "phi", "log_decay", "readable", "old_k", "old_v", "old_mass", "old_used", "old_total"),
     *("memory_k", "memory_v", "mass", "used", "log_total"),
-    *("out", "scores", "checkpoints"),
-    *("d_out", "d_memory_k", "d_memory_v", "d_mass", "d_log_total", "d_q", "d_k", "d_v", "d_phi", "d_log_decay"),
+    *("out", "scores", "lse", "checkpoints"),
+    *(
+        "d_out",
+        "d_lse",
+        "d_memory_k",
+        "d_memory_v",
+        "d_mass",
+        "d_log_total",
+        "d_q",
+        "d_k",
+        "d_v",
+        "d_phi",
+        "d_log_decay",
+    ),
 )
 
 
@@ -122,8 +134,48 @@ def _run(
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
-    out, mk, mv, mass, used, total, _, _ = run(*inputs, mean, linear, mask_empty, causal, scale, saves)
-    return out, Memory(mk, mv, mass, used), total
+    options = (mean, linear, mask_empty, causal, scale, saves)
+    parts = 1 if linear or k.shape[2] == 1 else _parts(k.shape[0] * k.shape[1], phi.shape[-1])
+    if parts == 1:
+        out, mk, mv, mass, used, total, *_ = run(*inputs, *options, False)
+        return out, Memory(mk, mv, mass, used), total
+    out, *state, lse, _, _ = run(*_apart(parts, *inputs), *options, True)
+    mk, mv, mass, used, total = (x if x.dim() == 1 else x.unflatten(1, (-1, parts)).flatten(2, 3) for x in state)
+    return _joined(out, lse, k.shape[1], parts), Memory(mk, mv, mass, used), total
+
+
+# With fewer rows (batch x heads) than threads, each thread takes some of a row's slots.
+
+
+def _parts(rows: int, slots: int) -> int:
+    """Into how many parts the slots of each row are cut: of 16 slots at least, a vector's worth."""
+    threads = torch.get_num_threads()
+    parts = 1
+    while 2 * parts * rows <= threads and slots % (32 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+def _apart(parts: int, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The arguments of a pass with each part of the slots as a head of its own."""
+    q, k, v, phi, log_decay, readable, *state = tensors
+    assert q is not None and k is not None and v is not None  # noqa: PT018
+    every_q = q.unflatten(1, (k.shape[1], 1, -1)).expand(-1, -1, parts, -1, -1, -1).flatten(1, 3)
+    every = (x[:, :, None].expand(-1, -1, parts, -1, -1).flatten(1, 2) for x in (k, v))
+    slots = (
+        None if x is None else x.unflatten(-1, (parts, -1)).movedim(3, 2).flatten(1, 2)
+        for x in (phi, log_decay, readable)
+    )
+    kept = (None if x is None else x.unflatten(2, (parts, -1)).flatten(1, 2) for x in state)
+    return [every_q, *every, *slots, *kept]
+
+
+def _joined(out: Tensor, lse: Tensor, heads: int, parts: int) -> Tensor:
+    """What a softmax over all slots would have read: each part's output by the size of its scores."""
+    out, lse = (x.unflatten(1, (heads, parts, -1)) for x in (out, lse))
+    nothing = (lse == -torch.inf).all(2, keepdim=True)
+    share = lse.masked_fill(nothing, 0).softmax(2)
+    return (share[..., None] * out).sum(2).flatten(1, 2)
 
 
 def _forward_now(
@@ -144,17 +196,19 @@ def _forward_now(
     causal: bool,
     scale: float,
     saves: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    joins: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable)
     tensors |= _contiguous(old_k=memory_k, old_v=memory_v, old_mass=mass, old_used=used, old_total=log_total)
     after = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
     state = {name: None if x is None else x.new_empty(x.shape) for name, x in after.items()}
     args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
-    scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else None
+    lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else None
+    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
     checkpoints = v.new_empty(_library().abc_checkpoint_floats(ctypes.byref(args))) if saves else None
-    _call(args, **tensors, **state, out=out, scores=scores, checkpoints=checkpoints)
-    results = (out, *state.values(), scores, checkpoints)
+    _call(args, **tensors, **state, out=out, lse=lse, scores=scores, checkpoints=checkpoints)
+    results = (out, *state.values(), lse, scores, checkpoints)
     return tuple(v.new_empty(0) if x is None else x for x in results)  # type: ignore[return-value]
 
 
@@ -162,14 +216,17 @@ _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mut
 
 
 @_forward.register_fake
-def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, causal, scale, saves):  # type: ignore[no-untyped-def]
-    none = v.new_empty(0)
-    scores = v.new_empty(q[..., 0].numel() * (phi.shape[-1] + 1)) if saves and not linear else none
+def _(
+    q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, causal, scale, *asked
+):  # type: ignore[no-untyped-def]
+    none, (saves, joins) = v.new_empty(0), asked
+    lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else none.clone()
+    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
     args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
     floats = _library().abc_checkpoint_floats(ctypes.byref(args))
-    return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, scores, v.new_empty(floats if saves else 0)
+    return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, lse, scores, v.new_empty(floats if saves else 0)
 
 
 @torch.library.custom_op("abc_attn::native_backward", mutates_args=())
@@ -183,8 +240,10 @@ def _backward(
     before: Sequence[Tensor],
     after: Sequence[Tensor],
     scores: Tensor,
+    lse: Tensor,
     checkpoints: Tensor,
     d_out: Tensor,
+    d_lse: Tensor,
     d_memory_k: Tensor,
     d_memory_v: Tensor,
     d_mass: Tensor,
@@ -196,43 +255,45 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable, d_out=d_out)
+    tensors |= _contiguous(d_lse=d_lse if d_lse.numel() else None)
     state = {"d_memory_k": _copy(d_memory_k), "d_memory_v": _copy(d_memory_v), "d_mass": _copy(d_mass)}
     d_log_total = _copy(d_log_total)
     d_decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
     found = {f"d_{name}": v.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v), ("phi", phi))}
     args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
     args.backward = 1
-    saved = {"scores": scores, "checkpoints": checkpoints}
+    saved = {"scores": scores, "lse": lse, "checkpoints": checkpoints}
     tensors |= _contiguous(**dict(zip(_BEFORE, before, strict=False)), **dict(zip(_AFTER, after, strict=False)))
     _call(args, **tensors, **saved, **state, d_log_total=d_log_total, **found, d_log_decay=d_decay)
     return *found.values(), d_decay, *state.values(), d_log_total  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(q, k, v, phi, log_decay, readable, before, after, scores, checkpoints, d_out, *state):  # type: ignore[no-untyped-def]
+def _(q, k, v, phi, log_decay, readable, before, after, scores, lse, checkpoints, d_out, d_lse, *state):  # type: ignore[no-untyped-def]
     decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
     return *(v.new_empty(x.shape) for x in (q, k, v, phi)), decay, *(x.new_empty(x.shape) for x in state[:4])
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, _ = inputs
-    _, *after, used, total, scores, checkpoints = output
+    *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, _, _ = inputs
+    _, *after, used, total, lse, scores, checkpoints = output
     ctx.mark_non_differentiable(used, scores, checkpoints)
     ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale)
     # A causal pass goes back from its checkpoints, one that is not from the memory before and after.
     memories = () if causal else (mk, mv, mass, log_total, *after, total)
-    ctx.save_for_backward(*tokens, scores, checkpoints, *memories)
+    ctx.save_for_backward(*tokens, scores, lse, checkpoints, *memories)
 
 
-def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, *_):  # type: ignore[no-untyped-def]
-    *tokens, scores, checkpoints = ctx.saved_tensors[:8]
-    memories, v, log_decay = ctx.saved_tensors[8:], tokens[2], tokens[4]
+def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_):  # type: ignore[no-untyped-def]
+    *tokens, scores, lse, checkpoints = ctx.saved_tensors[:9]
+    memories, v, log_decay = ctx.saved_tensors[9:], tokens[2], tokens[4]
+    saved, state = (scores, lse, checkpoints), (d_out, d_lse, d_mk, d_mv, d_mass)
     d_total = d_total if ctx.has_total else v.new_zeros(1, dtype=torch.float64)
     d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(
-        *tokens, memories[:4], memories[4:], scores, checkpoints, d_out, d_mk, d_mv, d_mass, d_total, *ctx.options
+        *tokens, memories[:4], memories[4:], *saved, *state, d_total, *ctx.options
     )
     decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
-    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, None, None, None, None, None, None
+    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 7
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
