@@ -423,7 +423,7 @@ def save_states(states: Mapping[str, State], path: str | os.PathLike[str], **fac
     from safetensors.torch import save_file
 
     metadata = {"format": _FORMAT, "version": _VERSION, **facts}
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, state in states.items():
         inner = "none" if state.inner is None else str(len(state.inner))
         metadata |= {name + "control": state.control, name + "cross": str(state.cross), name + "inner": inner}

@@ -1,4 +1,4 @@
-"""transformers' own tests of a model, on the bounded Llama, RoBERTa and Marian; `make test-hf` fetches them."""
+"""transformers' own tests of a model, on bounded Llama, RoBERTa and Marian; `make test-hf` fetches and runs them."""
 
 from __future__ import annotations
 

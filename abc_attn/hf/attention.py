@@ -66,8 +66,12 @@ class ConvertedAttention(MemoryAttention):
     """
 
     replaces: ClassVar[tuple[type[nn.Module], ...]]
+    q_proj: nn.Module  # the projections, as most families call them
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
 
-    def __init__(self, original: nn.Module, control: Control, layer_idx: int) -> None:
+    def __init__(self, original: Any, control: Control, layer_idx: int) -> None:
         sizes = self.sizes(original)
         super().__init__(**sizes, causal=self.site(original) == "self", scale=original.scaling)
         for name, child in original.named_children():
@@ -130,9 +134,11 @@ class ConvertedAttention(MemoryAttention):
             q, k, v = (self._heads(x) for x in self.project(hidden_states, source))  # type: ignore[arg-type]
             q, k, to_sinks = self.rotate(q, k, position_embeddings)
             if self.ring is not None:
+                assert self.scale is not None
                 dropout = self.dropout if self.training else 0.0
-                options = (self._described, self.scale, dropout, to_sinks)
-                out, state = self.ring.attend(q, k, v, attention_mask, state, *options)
+                out, state = self.ring.attend(
+                    q, k, v, attention_mask, state, self._described, self.scale, dropout, to_sinks
+                )
             else:
                 out, state = self.attend(source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross)
             if layer is not None:
@@ -161,6 +167,7 @@ class BoundedLlamaAttention(ConvertedAttention):
     """Grouped key and value heads, and rotary positions."""
 
     replaces = (LlamaAttention,)
+    o_proj: nn.Module
 
     @classmethod
     def sizes(cls, original: LlamaAttention) -> dict[str, Any]:
@@ -187,6 +194,10 @@ class BoundedGPT2Attention(ConvertedAttention):
     """q, k and v of a self-attention come from one projection."""
 
     replaces = (GPT2Attention,)
+    c_attn: nn.Module
+    q_attn: nn.Module  # of a cross-attention
+    c_proj: nn.Module
+    resid_dropout: nn.Module
 
     @classmethod
     def sizes(cls, original: GPT2Attention) -> dict[str, Any]:
@@ -201,7 +212,7 @@ class BoundedGPT2Attention(ConvertedAttention):
     def width(cls, original: GPT2Attention) -> int:
         return original.embed_dim
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         if given.get("encoder_hidden_states") is not None:
             given["attention_mask"] = given.get("encoder_attention_mask")
         return super().forward(hidden_states, **given)
@@ -221,6 +232,9 @@ class BoundedBertAttention(ConvertedAttention):
     """BERT and RoBERTa; their output projection is a module of its own."""
 
     replaces = (BertSelfAttention, BertCrossAttention, RobertaSelfAttention, RobertaCrossAttention)
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -262,7 +276,7 @@ class BoundedBartAttention(ConvertedAttention):
             return "self"
         return "cross" if original.is_decoder else "encoder"
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, None]:
         return super().forward(hidden_states, encoder_hidden_states=key_value_states, **given)

@@ -110,7 +110,7 @@ def bounded_layer(cache: Cache, layer_idx: int) -> BoundedLayer:
         )
     while len(cache.layers) <= layer_idx:
         cache.layers.append(BoundedLayer())
-    layer = cache.layers[layer_idx]
+    layer: Any = cache.layers[layer_idx]
     if not isinstance(layer, BoundedLayer):
         if layer.get_seq_length():
             raise TypeError(
@@ -157,7 +157,8 @@ def _bounded_layers(cache: Cache) -> dict[str, BoundedLayer]:
     parts = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
         parts = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
-    found = {}
+    found: dict[str, BoundedLayer] = {}
+    layer: Any
     for site, part in parts.items():
         for layer_idx, layer in enumerate(part.layers):
             if not isinstance(layer, BoundedLayer):

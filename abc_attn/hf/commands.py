@@ -53,14 +53,14 @@ def load_model(folder: Path) -> PreTrainedModel:
     known |= {AdaptiveLM.__name__: AdaptiveLM}
     cls = next((known[name] for name in names if name in known), None)
     if cls is None:
-        families = sorted({original.config_class.model_type for original in BOUNDED})
+        families = sorted({original.config_class.model_type for original in BOUNDED if original.config_class})
         raise ValueError(
             f"{folder} holds {' and '.join(names) or 'no named architecture'}, of no supported family; supported are "
             f"{', '.join(families)}, as {', '.join(sorted(cls.__name__ for cls in BOUNDED))}"
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json and no weights (*.safetensors)")
-    return cls.from_pretrained(folder).eval()  # type: ignore[attr-defined]
+    return cls.from_pretrained(folder).eval()
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -96,7 +96,8 @@ def generate_text(folder: Path, prompt: str, *, tokens: int, temperature: float,
     if isinstance(model, BoundedModel | AdaptiveLM):
         size = f"state {state_bytes(cache):,} bytes, whatever the length"
     else:
-        size = f"keys and values {sum(2 * layer.keys.nbytes for layer in cache.layers):,} bytes, growing"
+        kept: Any = cache.layers
+        size = f"keys and values {sum(2 * layer.keys.nbytes for layer in kept):,} bytes, growing"
     speed = f"{(len(made) - 1) / seconds:.1f} tokens/s" if len(made) > 1 else "one token"
     print(f"{ids.shape[1]} tokens read, {len(made)} written, {speed}, {size}", file=sys.stderr)
 

@@ -47,7 +47,8 @@ def convert(
     # "quantization_config" may tell how a file was quantized whose weights, as they were loaded, are floats.
     left_out = ("model_type", "quantization_config")
     family = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
-    config = target.config_class(
+    make_config: Any = target.config_class
+    config = make_config(
         **family,
         control=control,
         slots=slots,
@@ -74,6 +75,7 @@ def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfi
             model.add_module(name, part)
     bounded._modules, bounded._parameters = dict(model._modules), dict(model._parameters)
     bounded._buffers = dict(model._buffers)
+    module: Any
     for module in bounded.modules():
         if hasattr(module, "config"):
             module.config = config

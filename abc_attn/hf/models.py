@@ -109,22 +109,24 @@ class BoundedModel(PreTrainedModel):
             return make_control(config.control, slots, **shape, **config.control_options)
 
     def _count_positions_in_slots(self) -> None:
-        owners = [module for module in self.modules() if hasattr(module, "rotary_emb")]
+        owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
         if not owners:
             raise ValueError(f"positions='slot' is about rotary positions, which {type(self).__name__} does not have")
         if self.config.layers is not None:
             raise ValueError("positions='slot' is one rotation for all layers: leave out layers=")
+        control: Any = next(iter(self.controls.values()))
         for owner in owners:
-            owner.rotary_emb = SlotRotary(owner.rotary_emb, next(iter(self.controls.values())))
+            owner.rotary_emb = SlotRotary(owner.rotary_emb, control)
             owner.register_forward_pre_hook(count_real_tokens, with_kwargs=True)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """A control that a checkpoint lacks starts as its constructor starts it, not as the family starts a Linear."""
-        for key, control in (self._modules.get("controls") or nn.ModuleDict()).items():
+        controls: Any = self._modules.get("controls") or {}  # none as yet while transformers' own constructor runs
+        for key, control in controls.items():
             for name, part in control.named_modules():
                 if part is module:
-                    shape = {name: getattr(control, name) for name in ("embed_dim", "num_heads", "head_dim", "causal")}
+                    shape = {size: getattr(control, size) for size in ("embed_dim", "num_heads", "head_dim", "causal")}
                     fresh = self._make_control(key.partition("_")[0], shape).get_submodule(name)
                     values = dict((*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)))
                     for own, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):

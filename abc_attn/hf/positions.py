@@ -8,7 +8,7 @@ positions of millions, and the sinks by a second rotation of the query.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class Rotation(NamedTuple):
 
 class SlotRotary(nn.Module):
     """Takes the place of a model's rotary embedding; its frequencies are those of `rotary`."""
+
+    rotary: Any
 
     def __init__(self, rotary: nn.Module, control: Control) -> None:
         super().__init__()

