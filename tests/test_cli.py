@@ -22,7 +22,7 @@ from abc_attn.demo import SPECS, LanguageModel, Settings, run_demo
 COMMAND = [sys.executable, "-m", "abc_attn.cli"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo"], ["env"], ["controls"]])
+@pytest.mark.parametrize("arguments", [[], ["demo"], ["env"], ["controls"], ["train"], ["reproduce"]])
 def test_help_is_quick_and_has_an_example(arguments):
     code = "import sys; from abc_attn.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     seconds = []

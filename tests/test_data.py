@@ -104,6 +104,18 @@ def test_missing_text_is_an_error(folder, tmp_path):
         build_corpus(Source({}), tmp_path / "cache", "bpe")
 
 
+def test_the_datasets_library_gives_the_same_tokens(folder, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    (tmp_path / "rows").mkdir()
+    for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        (tmp_path / "rows" / f"{name}.txt").write_text(TEXT[split])
+    files = build_corpus(Source(find_files(folder)), tmp_path / "cache")
+    rows = build_corpus(Source(dataset_name=str(tmp_path / "rows")), tmp_path / "cache")
+    for split in files.tokens:
+        np.testing.assert_array_equal(rows.tokens[split], files.tokens[split])
+
+
 def test_segments_go_through_the_text_once_a_pass():
     tokens = np.arange(1000, dtype=np.uint16)
     data = Segments(tokens, length=32, total=90, seed=5)
