@@ -24,3 +24,9 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with whole_file(path) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")

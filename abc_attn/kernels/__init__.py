@@ -122,7 +122,7 @@ def mean_attention(
     """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
     check_backend(backend)
     check_keys(k, v, Write(log_weights), memory, key_padding_mask)
-    expected = (*k.shape[:2], log_weights.shape[-1])
+    expected = (k.shape[0], k.shape[1], log_weights.shape[-1])
     log_weights = log_weights.expand(*k.shape[:3], -1).to(memory_dtype(k))
     log_total = empty_total(*expected, k) if log_total is None else log_total
     if log_total.shape != expected or log_total.dtype != torch.float64:

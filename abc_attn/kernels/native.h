@@ -591,8 +591,8 @@ static size_t scratch_floats(const Args *a) {
     return tokens + 8 * state + (a->backward && a->causal ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
 }
 
-// Linear read: z = f(q) x / (f(q) . mass), of the slots that may be seen; the denominators too.
-static void divide(const Row &w, const float *mass, int length, const float *f, float *z, float *den) {
+// Linear read: z = f(q) x of the slots that may be seen, and the denominators f(q) . mass.
+static void features(const Row &w, const float *mass, int length, const float *f, float *z, float *den) {
     for (int i = 0; i < length; i++) {
         vec total = {};
         for (int j = 0; j < w.np; j += VL) {
@@ -603,8 +603,6 @@ static void divide(const Row &w, const float *mass, int length, const float *f, 
             store(z + l, share);
         }
         den[i] = sum(total);
-        // Divided, not multiplied by 1 / den: that is infinite where den is nearly nothing.
-        for (int j = 0; j < w.np; j += VL) store(z + i * w.np + j, over(load(z + i * w.np + j), den[i]));
     }
 }
 
@@ -635,7 +633,7 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
             for (int64_t group = 0; group < a->g; group++) {
                 const int64_t at = (row * a->g + group) * t + from;
                 const float *q = w.q + (group * t + from) * (a->linear ? n : d);
-                if (a->linear) divide(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
+                if (a->linear) features(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
                 else {
                     product(length, np, d, q, d, 1, s.turned, np, z, np);
                     if (length > 1) {
@@ -662,6 +660,8 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                     const float own = sum(dot);
                     for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
                 }
+                for (int i = 0; a->linear && i < length; i++)  // last: what is divided is as small as what divides it
+                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[i]));
                 for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
             }
             w.advance(s, length);
@@ -929,8 +929,9 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                 product<true, LOWER>(length, np, length, outer, piece, 1, w.c, np, y, np);
                 if (a->linear) {
                     // o = f V / den: the denominator is one more column of V, the constant 1.
-                    divide(w, mass, length, qs, z, den);
+                    features(w, mass, length, qs, z, den);
                     for (int i = 0; i < length; i++) {
+                        for (int j = 0; j < np; j += VL) store(z + i * np + j, over(load(z + i * np + j), den[i]));
                         vec numerator = {};
                         for (int j = 0; j < np; j += VL) numerator += load(z + i * np + j) * load(y + i * np + j);
                         const float minus = -sum(numerator);

@@ -139,7 +139,7 @@ def _run(
     if parts == 1:
         out, mk, mv, mass, used, total, *_ = run(*inputs, *options, False)
         return out, Memory(mk, mv, mass, used), total
-    out, *state, lse, _, _ = run(*_apart(parts, *inputs), *options, True)
+    out, *state, lse, _, _ = run(*_apart(parts, *inputs), *options, True)  # type: ignore[arg-type, call-arg]
     mk, mv, mass, used, total = (x if x.dim() == 1 else x.unflatten(1, (-1, parts)).flatten(2, 3) for x in state)
     return _joined(out, lse, k.shape[1], parts), Memory(mk, mv, mass, used), total
 
@@ -217,10 +217,8 @@ _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mut
 
 
 @_forward.register_fake
-def _(
-    q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, mean, linear, mask_empty, causal, scale, *asked
-):  # type: ignore[no-untyped-def]
-    none, (saves, joins) = v.new_empty(0), asked
+def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, *options):  # type: ignore[no-untyped-def]
+    none, (mean, linear, mask_empty, causal, scale, saves, joins) = v.new_empty(0), options
     lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else none.clone()
     scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoModelForCausalLM
 
-from abc_attn.demo_report import write_whole
 from abc_attn.evaluation import perplexity, streaming_perplexity
+from abc_attn.files import write_whole
 from abc_attn.training.recipe import Recipe, load_recipe
 from abc_attn.training.run import STARTED, open_corpus, prepare
 

@@ -18,11 +18,11 @@ from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as hf_logging
 
-from abc_attn.bench.report import _commit, _cpu
 from abc_attn.data import Copy, Corpus, Recall, Segments, Source, Streams, build_corpus, find_files
-from abc_attn.demo_report import write_whole
 from abc_attn.evaluation import perplexity
+from abc_attn.files import write_whole
 from abc_attn.hf.adaptive_lm import IGNORED, AdaptiveLM, AdaptiveLMConfig
+from abc_attn.provenance import commit, cpu
 from abc_attn.training.recipe import Recipe, Settings
 from abc_attn.training.trainer import METRICS, PARTIAL, LMTrainer, Report, read_metrics
 
@@ -201,8 +201,8 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.name,
         "values": recipe.values,
         "seed": recipe.training()["seed"],
-        "commit": _commit(),
-        "machine": {"cpu": _cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
+        "commit": commit(),
+        "machine": {"cpu": cpu(), "threads": torch.get_num_threads(), "platform": platform.platform()},
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

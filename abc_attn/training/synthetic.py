@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from abc_attn.demo_report import write_whole
+from abc_attn.files import write_whole
 from abc_attn.training.recipe import load_recipe
 from abc_attn.training.reproduce import Plan, without_places
 from abc_attn.training.run import STARTED, prepare

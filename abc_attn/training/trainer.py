@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from abc_attn.demo_report import write_whole
+from abc_attn.files import write_whole
 from abc_attn.hf.cache import BoundedCache, bounded_layer, load_state, save_state
 from abc_attn.hf.trainer import Trainer
 
