@@ -2,6 +2,9 @@
 // Every tensor is contiguous fp32 (log_total fp64, used and readable bytes); native.py sees to that.
 
 #include <dlfcn.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -131,8 +134,26 @@ static Parallel parallel() {
     return found;
 }
 
+// Large results are new memory, and its pages cost more than the arithmetic where each is 4 kB: ask for large ones.
+static void large_pages(const float *start, int64_t count) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = (uintptr_t)1 << 21, from = ((uintptr_t)start + page - 1) & ~(page - 1);
+    const uintptr_t to = (uintptr_t)(start + count) & ~(page - 1);
+    if (start && to >= from + 8 * page) madvise((void *)from, to - from, MADV_HUGEPAGE);
+#endif
+}
+
 extern "C" {
 int abc_run(const Args *args) {
+    const int64_t tokens = args->rows * args->t, queries = args->rows * args->g * args->queries;
+    if (args->backward) {
+        large_pages(args->d_q, queries * (args->linear ? args->n : args->d));
+        large_pages(args->d_k, tokens * args->d), large_pages(args->d_v, tokens * args->e);
+        large_pages(args->d_phi, tokens * args->n), large_pages(args->d_log_decay, args->log_decay ? tokens * args->n : 0);
+    } else {
+        large_pages(args->out, queries * args->e), large_pages(args->scores, queries * args->n);
+        large_pages(args->checkpoints, args->checkpoints ? kind().checkpoints(args) : 0);
+    }
     Team team{args, {0}, {0}};
     int64_t threads = args->threads < args->rows ? args->threads : args->rows;
     if (threads > 1 && parallel()) parallel()(work, &team, (unsigned)threads, 0);
