@@ -46,8 +46,9 @@ MILD = 16.0
 # the total's inverse, and exp(60) leaves fp32 room.
 GROWTH = 30.0
 
-# Chunks, of all rows together, that are worked on at a time: of 64 tokens and 64 slots each, 1 MB an array.
-AT_A_TIME = 64
+# Chunks, of all rows together, that are worked on at a time: of 64 tokens and 64 slots each, 4 MB an array, so that a
+# long sequence needs little beside its output where no gradient is asked for.
+AT_A_TIME = 256
 
 
 class _Split(NamedTuple):
@@ -125,7 +126,6 @@ def chunked_mean(
 
     b, h, t, _ = log_weights.shape
     groups, size = q.shape[1] // h, min(64, 1 << (t - 1).bit_length())
-    # A few chunks at a time, of all rows: what is made in between then stays in the caches.
     several = max(1, AT_A_TIME // (b * h))
 
     def pieces(x: Tensor, fill: float = 0.0) -> tuple[Tensor, ...]:  # ... t _ -> (b h) ... several chunks c _
@@ -150,7 +150,7 @@ def chunked_mean(
         sums, start = every_sum[-1], every_start[-1]
         sums_k, sums_v = torch.stack(every_sum[:-1], dim=1).flatten(0, 1).split(widths, dim=-1)
         starts = torch.stack(every_start[:-1], dim=1).flatten(0, 1)[:, None].to(v.dtype)
-        running = torch.baddbmm(starts, lower.expand(len(weights), -1, -1), weights)  # cumsum takes longer
+        running = torch.baddbmm(starts, lower.expand(len(weights), -1, -1), weights)
         empty = None if always_open else running == 0
         share = (running if empty is None else running.masked_fill(empty, 1)).reciprocal()[:, None]
         seen = ~empty[:, None] if mask_empty and empty is not None else None
