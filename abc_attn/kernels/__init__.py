@@ -136,7 +136,8 @@ def mean_attention(
     wide = k.dtype == torch.float64
     fused = backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ())
     found = None
-    if fused or not (backend == "reference" or (causal and backend == "auto" and q.shape[2] == 1)):
+    one = causal and q.shape[2] == 1  # nothing to sum: a step of the recurrence is all there is to do
+    if fused or not (backend == "reference" or one):
         with full_precision(q):
             keys, values, (weights, _, _), before = prepare(k, v, Write(log_weights), memory, None)
             if key_padding_mask is not None:
