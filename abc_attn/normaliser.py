@@ -82,13 +82,24 @@ def _whole(
     return Write(phi.to(dtype), log_decay.to(dtype)), total
 
 
+def unit(log_weights: Tensor, log_total: Tensor) -> Tensor:
+    """The `top` of every slot, b h n: measured in exp(top), no weight and not the total so far is larger than 1."""
+    # As wide as the weights, so that differences from it are exact; a constant, as it cancels in the end.
+    top = torch.maximum(log_weights.detach().amax(2), log_total.detach().to(log_weights.dtype))
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+def log_in_unit(total: Tensor, top: Tensor) -> Tensor:
+    """The logarithm of a total in the unit exp(top); -inf, with a zero gradient, of an empty one."""
+    empty = total == 0
+    return (total.masked_fill(empty, 1).log() + top).masked_fill(empty, -torch.inf)
+
+
 def logsumexp(x: Tensor) -> Tensor:
     """Over the t axis; -inf, with a zero gradient, where there is nothing to sum (torch's gradient there is NaN)."""
     top = x.detach().amax(2, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
-    total = (x - top).exp().sum(2)
-    empty = total == 0
-    return (total.masked_fill(empty, 1).log() + top[:, :, 0]).masked_fill(empty, -torch.inf)
+    return log_in_unit((x - top).exp().sum(2), top[:, :, 0])
 
 
 def running_logsumexp(x: Tensor, first: Tensor) -> Tensor:

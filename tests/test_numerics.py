@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from abc_attn import BoundedAttention, Memory, Write, mlp_attention, normaliser, read, scan
+from abc_attn import BoundedAttention, Memory, Write, kernels, mlp_attention, normaliser, read, scan
 from abc_attn.kernels import BACKENDS
 
 PACKAGE = Path(normaliser.__file__).parent
@@ -46,6 +46,30 @@ def extreme_logits(pattern: str, t: int = 64) -> Tensor:
 
 
 # Logits of any size
+
+
+@pytest.mark.parametrize("growth", [29.0, 31.0], ids=["sums over sums", "decays"])
+def test_the_torch_backend_takes_sums_unless_a_total_grows_too_much(growth, monkeypatch):
+    """Either form is right on its side of the limit, the slot that nothing writes at first included."""
+    taken = []
+    monkeypatch.setattr(kernels, "running_mean", lambda *a, **b: taken.append(1) or normaliser.running_mean(*a, **b))
+    inputs = [torch.randn(B, H, 150, width) for width in (D, D, D, N)]
+    inputs[3] = inputs[3].clamp(-0.4, 0.4)
+    inputs[3][:, :, :70, 1], inputs[3][:, :, :90, 2] = -growth, -torch.inf
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        found = []
+        for backend in ("torch", "reference"):
+            taken.clear()
+            each = [x.to(dtype).requires_grad_() for x in inputs]
+            out, memory, log_total = kernels.mean_attention(
+                *each, None, None, causal=True, mask_empty=True, backend=backend
+            )
+            assert bool(taken) == (backend == "reference" or growth > 30)
+            results = (out, memory.k, memory.v, memory.mass, log_total)
+            loss = sum((part.sin() * part.detach().cos()).sum() for part in results)
+            found.append((results, torch.autograd.grad(loss, each)))
+        for ours, theirs in zip(*found, strict=True):
+            assert all(error(a, b) <= tolerance for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("pattern", ["rising", "falling", "random"])

@@ -17,7 +17,7 @@ from abc_attn.core import (
     reference,
     write,
 )
-from abc_attn.kernels.chunked import chunked
+from abc_attn.kernels.chunked import chunked, chunked_mean, write_mean
 from abc_attn.kernels.native import LIBRARY, applies, native, native_mean
 from abc_attn.normaliser import empty_total, running_mean
 
@@ -132,18 +132,28 @@ def mean_attention(
         )
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
+    check_queries(q, k, v, log_weights.shape[-1], linear=False)
     wide = k.dtype == torch.float64
-    if backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ()):
-        check_queries(q, k, v, log_weights.shape[-1], linear=False)
+    fused = backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ())
+    found = None
+    one = causal and q.shape[2] == 1  # nothing to sum: a step of the recurrence is all there is to do
+    if fused or not (backend == "reference" or one):
         with full_precision(q):
-            k, v, weights, memory = prepare(k, v, Write(log_weights), memory, None)
+            keys, values, (weights, _, _), before = prepare(k, v, Write(log_weights), memory, None)
             if key_padding_mask is not None:
                 padding = key_padding_mask[:, None, :, None]
-                k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-                weights = Write(weights.phi.masked_fill(padding, -torch.inf))
-            out, memory, log_total = native_mean(
-                q, k, v, weights.phi, memory, log_total, causal=causal, mask_empty=mask_empty, scale=scale
-            )
+                keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
+                weights = weights.masked_fill(padding, -torch.inf)
+            tokens = (q, keys, values, weights, before, log_total)
+            if fused:
+                found = native_mean(*tokens, causal=causal, mask_empty=mask_empty, scale=scale)
+            elif causal:
+                found = chunked_mean(*tokens, mask_empty=mask_empty, scale=scale, dropout=dropout)
+            else:
+                after, total = write_mean(*tokens[1:])
+                found = read(q, after, mask_empty=mask_empty, scale=scale, dropout=dropout), after, total
+    if found is not None:
+        out, memory, log_total = found
         if causal and key_padding_mask is not None:
             out = out.masked_fill(padding, 0)
         return out.to(q.dtype), memory, log_total

@@ -9,6 +9,11 @@ Tokens of earlier chunks come through the memory at the chunk's start; those of 
 
 Nothing overflows or cancels whatever the decays are, -inf included, and nothing of size chunk x chunk x n is made. The
 halving stops early where the decays inside a block are so mild that one split serves the whole block.
+
+A running mean of ordinary weights needs no decays, it is a sum over a sum: with c the weights in one unit for each
+slot, A_t their running total and S the sum of the c_j k_j before the chunk, query t reads
+
+    (S + sum over the chunk's j <= t of c_j k_j) / A_t                                           (values alike)
 """
 
 from __future__ import annotations
@@ -31,10 +36,19 @@ from abc_attn.core import (
     used_at_each,
     used_at_end,
 )
+from abc_attn.normaliser import log_in_unit, unit
 
 # A block that decays by less than this many nats is split once: exp(+-16) is far from overflow, and a rounded
 # exponent of 16 is still good to 1e-6 in fp32.
 MILD = 16.0
+
+# A slot's total may grow by this many nats in a call and still be written in one unit: its gradient takes the square of
+# the total's inverse, and exp(60) leaves fp32 room.
+GROWTH = 30.0
+
+# Chunks, of all rows together, that are worked on at a time: of 64 tokens and 64 slots each, 4 MB an array, so that a
+# long sequence needs little beside its output where no gradient is asked for.
+AT_A_TIME = 256
 
 
 class _Split(NamedTuple):
@@ -66,13 +80,10 @@ def chunked(
     if write.readable is not None:
         seen = write.readable if seen is None else seen & write.readable
 
-    def cut(x: Tensor) -> Tensor:  # b h g t _ -> b h g m c _: m chunks of c tokens
-        return F.pad(x, (0, 0, 0, -t % size)).unflatten(3, (-1, size))
-
-    q = cut(group_heads(q, k.shape[1]).to(v.dtype))
-    k, v, phi = cut(k[:, :, None]), cut(v[:, :, None]), cut(write.phi[:, :, None])
-    log_decay = None if write.log_decay is None else cut(write.log_decay[:, :, None])
-    seen = None if seen is None else cut(seen[:, :, None])
+    q = _cut(group_heads(q, k.shape[1]).to(v.dtype), size)
+    k, v, phi = (_cut(x[:, :, None], size) for x in (k, v, write.phi))
+    log_decay = None if write.log_decay is None else _cut(write.log_decay[:, :, None], size)
+    seen = None if seen is None else _cut(seen[:, :, None], size)
     splits = _splits(phi, log_decay)
     start = None if log_decay is None else log_decay.cumsum(-2).exp()  # what is left at t of the chunk's start
     stored_k, stored_v, stored_mass, last = _memories(k, v, phi, log_decay, memory)
@@ -85,6 +96,97 @@ def chunked(
         scores = _against(q * query_scale(q, scale), k, stored_k, start, splits)
         out = _through(softmax_weights(scores, seen, dropout), v, stored_v, start, splits)
     return out.flatten(3, 4)[:, :, :, :t].flatten(1, 2), last._replace(used=used_at_end(write, memory.used))
+
+
+def chunked_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory,
+    log_total: Tensor,
+    *,
+    mask_empty: bool,
+    scale: float | None,
+    dropout: float,
+) -> tuple[Tensor, Memory, Tensor] | None:
+    """Causal attention over running means: what native_mean gives. None where some slot's total grows too much."""
+    if not has_values(log_weights):
+        return None
+    top = unit(log_weights, log_total)
+    total = (log_total - top).exp()
+    with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
+        opening = torch.maximum(log_weights[:, :, 0], log_total)
+        always_open = bool((opening != -torch.inf).all())
+        if not always_open:
+            first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
+            opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
+        if bool(((opening < top - GROWTH) & (opening != -torch.inf)).any()):
+            return None
+
+    b, h, t, _ = log_weights.shape
+    groups, size = q.shape[1] // h, min(64, 1 << (t - 1).bit_length())
+    several = max(1, AT_A_TIME // (b * h))
+
+    def pieces(x: Tensor, fill: float = 0.0) -> tuple[Tensor, ...]:  # ... t _ -> (b h) ... several chunks c _
+        return _cut(x.flatten(0, 1), size, fill).split(several, -3)
+
+    tops, total = top.flatten(0, 1)[:, None, None], total.flatten(0, 1)
+    sums = torch.cat([memory.k, memory.v], dim=-1).flatten(0, 1) * total[..., None]
+    sums, start, lower = sums.to(v.dtype), total, v.new_ones(size, size).tril()
+    read, widths, factor = [], (k.shape[-1], v.shape[-1]), query_scale(q, scale)
+    tokens = (pieces(group_heads(q, h).to(v.dtype)), pieces(k), pieces(v), pieces(log_weights, -torch.inf))
+    for q_, k_, v_, log_weights_ in zip(*tokens, strict=True):
+        many = k_.shape[1]
+        weights = (log_weights_ - tops).exp_().flatten(0, 1)
+        q_, both = q_.transpose(1, 2).flatten(2, 3).flatten(0, 1), torch.cat([k_, v_], dim=-1).flatten(0, 1)
+        k_, v_ = both.split(widths, dim=-1)
+        every_sum, every_start = [sums], [start]
+        added, grown_by = weights.mT @ both, weights.sum(1).double()
+        # Unbound, not indexed: the gradient of a slice is as large as all.
+        for new, grown in zip(*(x.unflatten(0, (-1, many)).unbind(1) for x in (added, grown_by)), strict=True):
+            every_sum.append(every_sum[-1] + new)
+            every_start.append(every_start[-1] + grown)
+        sums, start = every_sum[-1], every_start[-1]
+        sums_k, sums_v = torch.stack(every_sum[:-1], dim=1).flatten(0, 1).split(widths, dim=-1)
+        starts = torch.stack(every_start[:-1], dim=1).flatten(0, 1)[:, None].to(v.dtype)
+        running = torch.baddbmm(starts, lower.expand(len(weights), -1, -1), weights)
+        empty = None if always_open else running == 0
+        share = (running if empty is None else running.masked_fill(empty, 1)).reciprocal()[:, None]
+        seen = ~empty[:, None] if mask_empty and empty is not None else None
+        scores = q_ @ sums_k.mT
+        scores.baddbmm_(_up_to_self(q_ @ k_.mT, groups), weights, beta=factor, alpha=factor)
+        p = softmax_weights(scores.unflatten(1, (groups, -1)) * share, seen, dropout) * share
+        p = p.flatten(1, 2)
+        out = (p @ sums_v).baddbmm_(_up_to_self(p @ weights.mT, groups), v_)
+        read.append(out.unflatten(1, (groups, -1)).unflatten(0, (-1, many)).transpose(1, 2))
+    out = torch.cat(read, dim=2).flatten(2, 3)[:, :, :t].reshape(b, -1, t, v.shape[-1])
+    sums, total, end = (x.unflatten(0, (b, h)) for x in (sums, total, start))
+    last_k, last_v = sums.split(widths, dim=-1)
+    return out, _means(memory, last_k, last_v, total, end), log_in_unit(end, top)
+
+
+def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
+    """The means after the last token, for any weights: the total then is no smaller than its largest term."""
+    top = unit(log_weights, log_total)
+    weights, total = (log_weights - top[:, :, None]).exp_(), (log_total - top).exp()
+    end = total + weights.sum(2, dtype=torch.float64)
+    sums_k, sums_v = (
+        (old * total[..., None]).to(v.dtype) + weights.mT @ new for old, new in ((memory.k, k), (memory.v, v))
+    )
+    return _means(memory, sums_k, sums_v, total, end), log_in_unit(end, top)
+
+
+def _means(old: Memory, sums_k: Tensor, sums_v: Tensor, total: Tensor, end: Tensor) -> Memory:
+    """The memory of means, from sums that grew from `total` to `end` (b h n, fp64)."""
+    share = end.masked_fill(end == 0, 1).reciprocal()
+    k, v, mass = sums_k * share[..., None], sums_v * share[..., None], (old.mass * total + (end - total)) * share
+    return Memory(k.to(old.k.dtype), v.to(old.v.dtype), mass.to(old.mass.dtype), old.used | (end != 0))
+
+
+def _up_to_self(pairs: Tensor, groups: int) -> Tensor:
+    """Each query, in every one of the groups, reads the tokens up to itself."""
+    return pairs.tril_() if groups == 1 else pairs.unflatten(1, (groups, -1)).tril().flatten(1, 2)
 
 
 def _against(q: Tensor, k: Tensor, stored: Tensor, start: Tensor | None, splits: list[_Split]) -> Tensor:
@@ -170,6 +272,12 @@ def _memories(
     last_k, last_v, last_mass = (x.clone(memory_format=torch.contiguous_format) for x in (last_k, last_v, last_mass))
     last = Memory(last_k, last_v, last_mass[..., 0], memory.used)
     return starts_k, starts_v, starts_mass, last
+
+
+def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """`... t _` -> `... m c _`: m chunks of c = size tokens, the last filled up. A view where nothing is missing."""
+    missing = -x.shape[-2] % size
+    return (F.pad(x, (0, 0, 0, missing), value=fill) if missing else x).unflatten(-2, (-1, size))
 
 
 def _take(x: Tensor, block: int, part: slice) -> Tensor:
