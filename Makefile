@@ -36,7 +36,7 @@ bench: .venv/installed
 
 # Two workers of one thread each: they share the cores instead of fighting for them.
 test: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle and not pretrained and not slow'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle and not pretrained and not processes'
 
 test-oracle: .venv/installed-oracle
 	@$(BIN)/python -m pytest -m oracle
@@ -52,7 +52,7 @@ test-hf: .venv/installed-pretrained
 	fi; \
 	TRANSFORMERS_TESTS=$(UPSTREAM)/transformers-$$version/tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 		-o addopts= -o filterwarnings=ignore tests/test_hf_upstream.py
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m processes
 
 test-pretrained: .venv/installed-pretrained
 	@$(BIN)/python -m pytest -m pretrained -s tests/test_pretrained.py

@@ -210,7 +210,7 @@ def test_training_resumes_and_a_finished_run_stays_as_it_is(tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_two_processes_train_as_one(tmp_path):
     alone = run_script(tmp_path, "one", 4)
     launcher = [
