@@ -90,7 +90,9 @@ def _count(method, written):
     return counted
 
 
-@pytest.mark.parametrize("cls", [LLAMA, pytest.param(MARIAN, marks=pytest.mark.processes)], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [LLAMA, pytest.param(MARIAN, marks=pytest.mark.processes)], ids=lambda cls: cls.__name__
+)
 def test_a_saved_state_goes_on_in_another_process(cls, tmp_path):
     model = convert(source(cls), "window:3+mlp:4")
     model.save_pretrained(tmp_path / "model")
