@@ -101,6 +101,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     )
     process.stdout.readline()  # training begins
     process.send_signal(signal.SIGINT)
