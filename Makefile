@@ -13,13 +13,13 @@ endif
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
-	@echo "make bench          measure speed and memory into benchmarks/results (about 20 minutes; nothing else may run)"
+	@echo "make bench          measure speed and memory into benchmarks/results (about half an hour; nothing else may run)"
 	@echo "make test           run the tests"
 	@echo "make check          run ruff and mypy"
 	@echo "make setup          build .venv only"
 	@echo "make test-sanitize  run the native kernels' tests under address and undefined-behaviour sanitizers"
-	@echo "make test-hf        run transformers' own tests of a model on the bounded ones (about 2 minutes)"
-	@echo "make test-pretrained  SmolLM2 and MiniLM, converted: perplexity, a book as a stream, embeddings (about 15 minutes)"
+	@echo "make test-hf        run transformers' own tests of a model on the bounded ones"
+	@echo "make test-pretrained  SmolLM2 and MiniLM, converted: perplexity, a book as a stream, embeddings"
 	@echo "make test-oracle    compare with fla-core, an outside implementation"
 	@echo "make clean          remove .venv and everything generated"
 

@@ -219,12 +219,11 @@ def test_a_linear_denominator_of_zero_gives_zeros(backend):
 
 @pytest.mark.parametrize("backend", EACH)
 def test_a_linear_denominator_close_to_underflow_stays_a_mean(backend):
-    """1e-40 over 1e-40 is 1, or 0 once it is lost: not the infinity that 1 over 1e-40 is in fp32."""
+    """1e-40 over 1e-40 is 1, though 1 over 1e-40 is more than fp32 can hold."""
     q, v, phi, log_decay = torch.tensor([[1.0, 1, 1], [3, 0, 0], [1, 0, 0], [0, -46, -46]]).view(4, 1, 1, 3, 1)
     out, memory = scan(q, v, v, Write(phi, log_decay), linear=True, backend=backend)
-    for y in (out, read(q, memory, linear=True)):
-        assert ((y >= 0) & (y < 3.01)).all()
-    assert error(out[:, :, :2], torch.full((1, 1, 2, 1), 3.0)) < 1e-5
+    assert error(out, torch.full_like(out, 3.0)) < 1e-3  # so small a number has few digits
+    assert error(read(q, memory, linear=True), torch.full_like(out, 3.0)) < 1e-3
 
 
 def test_features_of_any_sign_keep_theirs():

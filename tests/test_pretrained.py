@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.hf.scoring import token_nll  # noqa: E402
+from abc_attn.provenance import commit, cpu  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("ABC_ATTN_DATA", ROOT.parent / "shared" / "data"))
@@ -70,7 +71,7 @@ def record(name: str, **found) -> None:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
     }
-    known[name] = found | {"with": versions}
+    known[name] = found | {"with": versions | {"commit": commit(), "cpu": cpu()}}
     file.write_text(json.dumps(known, indent=2) + "\n")
     print(f"\n{name}: {json.dumps(found)}")
 

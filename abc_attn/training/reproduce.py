@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,19 +119,23 @@ def plan(
 
 def reproduce(table: str, scale: str, plans: Sequence[Plan], results: Path = Path("results")) -> Path:
     """Train and score what is not done yet, and write the table as Markdown; returns where it is."""
+    carry_out(plans, lambda recipe: {"scale": scale, "perplexity": score(recipe, TABLES[table].contexts)})
+    page = results / table / f"{scale}.md"
+    write_whole(page, markdown(table, scale, results))
+    return page
+
+
+def carry_out(plans: Sequence[Plan], measure: Callable[[Recipe], dict[str, Any]]) -> None:
+    """Train what is not done yet, measure it, and write each result with where it comes from."""
     for number, planned in enumerate(plans, 1):
         planned.announce(number, len(plans))
         if planned.done:
             continue
         trained = prepare(planned.recipe, resume=True)()
-        figures = score(planned.recipe, TABLES[table].contexts)
         about = json.loads(Path(planned.recipe.values["output_dir"], STARTED).read_text(encoding="utf-8"))
+        record = about | {"row": planned.row, "training": trained} | measure(planned.recipe)
         planned.result.parent.mkdir(parents=True, exist_ok=True)
-        record = about | {"row": planned.row, "scale": scale, "training": trained, "perplexity": figures}
         write_whole(planned.result, json.dumps(without_places(record), indent=2) + "\n")
-    page = results / table / f"{scale}.md"
-    write_whole(page, markdown(table, scale, results))
-    return page
 
 
 def without_places(record: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from abc_attn.files import write_whole
 from abc_attn.training.recipe import load_recipe
-from abc_attn.training.reproduce import Plan, without_places
-from abc_attn.training.run import STARTED, prepare
+from abc_attn.training.reproduce import Plan, carry_out
 
 CONTROLS = ("softmax", "mlp", "window", "random", "linformer")
 SLOTS = (4, 8, 16, 32)
@@ -46,15 +44,7 @@ def plan(
 
 def reproduce(task: str, scale: str, plans: Sequence[Plan], results: Path = Path("results")) -> Path:
     """Train what is not done yet, and draw the accuracies of all that is; returns where the plot is."""
-    for number, planned in enumerate(plans, 1):
-        planned.announce(number, len(plans))
-        if planned.done:
-            continue
-        trained = prepare(planned.recipe, resume=True)()
-        about = json.loads(Path(planned.recipe.values["output_dir"], STARTED).read_text(encoding="utf-8"))
-        planned.result.parent.mkdir(parents=True, exist_ok=True)
-        record = without_places(about | {"row": planned.row, "training": trained})
-        write_whole(planned.result, json.dumps(record, indent=2) + "\n")
+    carry_out(plans, lambda recipe: {})
     return draw(task, results)
 
 
