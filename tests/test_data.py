@@ -56,6 +56,19 @@ def test_byte_pairs_give_back_the_text(folder, tmp_path):
     assert len(corpus.tokenizer) <= 270
 
 
+@pytest.mark.parametrize(("tokenizer", "size"), [("word", None), ("bpe", 270)])
+def test_the_words_of_a_beginning(folder, tmp_path, tokenizer, size):
+    corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache", tokenizer, vocab_size=size)
+    tokens, end = corpus.tokens["train"], corpus.tokenizer.eos_token_id
+    line_ends = np.flatnonzero(tokens == end) + 1
+    for count, words in zip(line_ends, (4, 5, 12, 16), strict=True):  # a line's end is a word
+        assert corpus.beginning("train", count)[1] == words
+    some, words = corpus.beginning("train", line_ends[0] + 1)
+    np.testing.assert_array_equal(some, tokens[: line_ends[0] + 1])
+    assert words == 5
+    assert corpus.beginning("train", None)[1] == corpus.beginning("train", 10**6)[1] == 16
+
+
 def test_built_once_and_whole(folder, tmp_path, monkeypatch):
     files, cache = find_files(folder), tmp_path / "cache"
     first = build_corpus(Source(files), cache)

@@ -89,6 +89,14 @@ class Corpus:
             fingerprint=about["fingerprint"],
         )
 
+    def beginning(self, split: str, count: int | None) -> tuple[np.ndarray, int]:
+        """The first `count` tokens of a split (all if None), and how many words they stand for."""
+        tokens = self.tokens[split][:count]
+        if len(tokens) == len(self.tokens[split]):
+            return tokens, self.words[split]
+        lines = self.tokenizer.decode(tokens.tolist()).replace(END, "\n").split("\n")
+        return tokens, sum(len(line.split()) for line in lines) + len(lines) - 1
+
 
 def find_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """The files of a WikiText-style folder by split: wiki.train.tokens, train.txt, ... each possibly as .xz."""

@@ -34,6 +34,7 @@ class Settings:
     dataset_config_name: str | None = None
     cache_dir: str = "~/.cache/abc-attn"
     tokenizer: str = "word"  # or "bpe"
+    eval_tokens: int | None = None  # the final scores are of the first so many tokens of validation and test text
     carry_state: bool = False  # each batch goes on where the last one stopped, with the memory it left
     init_from: str | None = None  # a trained model to start from, its control aside
     items: int = 32  # of the synthetic tasks: how much there is to remember
@@ -97,6 +98,8 @@ class Recipe:
         settings, training = self.settings, self.training()
         if settings.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, got {settings.task!r}")
+        if settings.eval_tokens is not None and settings.eval_tokens < 1:
+            raise ValueError(f"eval_tokens must be at least 1, got {settings.eval_tokens}; leave it out for all of them")
         if settings.carry_state and self.values.get("layerdrop"):
             raise ValueError("carry_state needs every layer to read every token: leave out layerdrop")
         if settings.carry_state and settings.task != "language-modelling":

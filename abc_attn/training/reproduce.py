@@ -150,7 +150,7 @@ def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float 
     model, corpus = AutoModelForCausalLM.from_pretrained(folder), open_corpus(recipe)
     figures: dict[str, dict[str, float | None]] = {}
     for split in ("validation", "test"):
-        tokens, words = corpus.tokens[split], corpus.words[split]
+        tokens, words = corpus.beginning(split, recipe.settings.eval_tokens)
         figures[split] = {}
         for context in contexts:
             started = time.monotonic()
