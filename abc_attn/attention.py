@@ -35,6 +35,7 @@ class MemoryAttention(nn.Module):
     """
 
     control: Control
+    in_place = False  # whether a step may write into the state that it is given: who keeps states for itself may say so
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class MemoryAttention(nn.Module):
         self._described = self.control.describe()
         inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
         self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
+        band = self.control.band() if self.causal and self.backend != "reference" else None
+        self._band = band if band is not None and band.window else None
 
     def attend(
         self,
@@ -69,8 +72,26 @@ class MemoryAttention(nn.Module):
         state: State | None = None,
         below: Tensor | None = None,
         cross: bool = False,
+        to_sinks: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads."""
+        """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads.
+
+        `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
+        """
+        if self._band is not None:
+            return banded(
+                q,
+                k,
+                v,
+                self._band,
+                state,
+                control=self._described,
+                scale=self.scale,
+                key_padding_mask=key_padding_mask,
+                dropout=self.dropout if self.training else 0.0,
+                to_sinks=to_sinks,
+                in_place=self.in_place,
+            )
         tokens = k.new_full((len(k),), k.shape[2], dtype=torch.int64)
         length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
         length = length if state is None else state.length + length
@@ -121,12 +142,6 @@ class MemoryAttention(nn.Module):
             assert inner is not None
             out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=self.causal, **options)
             return out, State(memory, (log_total,), length, self._described)
-        band = self.control.band() if self.causal and self.backend != "reference" else None
-        if band is not None and band.window:
-            assert inner is not None
-            asked = {name: options[name] for name in ("scale", "key_padding_mask", "dropout")}
-            out, memory, inner, readable = banded(q, k, v, band, memory, inner[0], **asked)
-            return out, State(memory, inner, length, self._described, readable)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys

@@ -20,7 +20,6 @@ from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
 from abc_attn.hf.cache import BoundedLayer, bounded_layer
 from abc_attn.hf.positions import Rotation
-from abc_attn.hf.ring import Ring
 
 # Under this name transformers asks us for a mask. Every model here has it as config._attn_implementation.
 IMPLEMENTATION = "bounded"
@@ -66,6 +65,7 @@ class ConvertedAttention(MemoryAttention):
     """
 
     replaces: ClassVar[tuple[type[nn.Module], ...]]
+    in_place = True  # a state belongs to the cache that it came from
     q_proj: nn.Module  # the projections, as most families call them
     k_proj: nn.Module
     v_proj: nn.Module
@@ -82,7 +82,6 @@ class ConvertedAttention(MemoryAttention):
         # Not registered here: the model owns its controls, once each, however many layers share them.
         self.__dict__["control"] = control
         self.describe_states()
-        self.ring = Ring.of(control) if self.causal else None
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -133,14 +132,9 @@ class ConvertedAttention(MemoryAttention):
         else:
             q, k, v = (self._heads(x) for x in self.project(hidden_states, source))  # type: ignore[arg-type]
             q, k, to_sinks = self.rotate(q, k, position_embeddings)
-            if self.ring is not None:
-                assert self.scale is not None
-                dropout = self.dropout if self.training else 0.0
-                out, state = self.ring.attend(
-                    q, k, v, attention_mask, state, self._described, self.scale, dropout, to_sinks
-                )
-            else:
-                out, state = self.attend(source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross)
+            out, state = self.attend(
+                source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross, to_sinks=to_sinks
+            )
             if layer is not None:
                 layer.keep(state, source.shape[1])
                 if cross:

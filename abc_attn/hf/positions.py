@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.hf.ring import Ring
 
 POSITIONS = ("absolute", "slot")
 
@@ -40,18 +39,18 @@ class SlotRotary(nn.Module):
                 f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
                 f"{kind!r}; use positions='absolute'"
             )
-        ring = Ring.of(control)
-        if ring is None:
+        band = control.band()
+        if band is None or not band.window or band.dilation > 1:
             raise ValueError(
-                f"positions='slot' is for tokens kept whole: 'window', 'global' (the first tokens) or 'global+window', "
+                "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
                 f"ungated, not {control.title()}; use positions='absolute'"
             )
-        self.rotary, self.ring = rotary, ring
+        self.rotary, self.band = rotary, band
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        slots = self.ring.sinks + self.ring.window
-        if not self.ring.sinks or not bool((position_ids >= slots).any()):
+        slots = self.band.rows
+        if not self.band.sinks or not bool((position_ids >= slots).any()):
             return Rotation(*self._turn(x, position_ids))
         return Rotation(*self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
 
