@@ -58,6 +58,7 @@ class MemoryAttention(nn.Module):
         self._described = self.control.describe()
         inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
         self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
+        self._rows = None if isinstance(self.control, Softmax) else self.control.rows
         band = self.control.band() if self.causal and self.backend != "reference" else None
         self._band = band if band is not None and band.window else None
 
@@ -220,7 +221,7 @@ class MemoryAttention(nn.Module):
         return out.masked_fill(blind, 0).to(q.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def check_state(self, state: State, batch: int, has_context: bool) -> None:
         if not isinstance(state, State):
@@ -233,7 +234,7 @@ class MemoryAttention(nn.Module):
             raise ValueError("this state is that of a cross-attention; a causal attention continues a self-attention's")
         if has_context and not state.cross:
             raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
-        rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
+        rows = state.memory.v.shape[2] if self._rows is None else self._rows
         expected = (batch, self.num_kv_heads, rows, self.head_dim)
         if state.memory.v.shape != expected:
             raise ValueError(

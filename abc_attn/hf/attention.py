@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.bart.modeling_bart import BartAttention
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.marian.modeling_marian import MarianAttention
 from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaSelfAttention
 
@@ -177,11 +177,11 @@ class BoundedLlamaAttention(ConvertedAttention):
         return self.o_proj(merged)
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        cos, sin, half = rotation[0][:, None], rotation[1][:, None], rotate_half(q)
-        to_sinks = None
-        if isinstance(rotation, Rotation) and rotation.sinks is not None:
-            to_sinks = torch.addcmul(q * rotation.sinks[0][:, None], half, rotation.sinks[1][:, None])
-        return torch.addcmul(q * cos, half, sin), torch.addcmul(k * cos, rotate_half(k), sin), to_sinks
+        cos, sin = rotation if isinstance(rotation, Rotation) else Rotation.of(rotation)
+        both = torch.cat([q, k], dim=1)
+        turned = torch.addcmul(both * cos, both.roll(self.head_dim // 2, -1), sin)
+        q, k = turned[0].split([q.shape[1], k.shape[1]], dim=1)
+        return q, k, turned[1, :, : q.shape[1]] if len(turned) > 1 else None
 
 
 class BoundedGPT2Attention(ConvertedAttention):

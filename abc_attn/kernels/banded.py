@@ -71,8 +71,10 @@ def banded(
     else:
         place = _place(band, count, count + (t if key_padding_mask is None else (~key_padding_mask).sum(1)))
     with full_precision(q):
-        asked, q, k, v = q.dtype, q.to(dtype), k.to(dtype), v.to(dtype)
-        to_sinks = None if to_sinks is None else to_sinks.to(dtype)
+        asked = q.dtype
+        if asked != dtype or k.dtype != dtype or v.dtype != dtype:  # most often it is right: not to ask is quicker
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            to_sinks = None if to_sinks is None else to_sinks.to(dtype)
         if memory is not None and memory.v.dtype != dtype:
             memory = Memory(memory.k.to(dtype), memory.v.to(dtype), memory.mass.to(dtype), memory.used)
         if t == 1:
@@ -95,7 +97,7 @@ def banded(
             out = out.take_along_dim((real - 1).clamp(min=0)[:, None, :, None], 2)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
-    return out.to(asked), State(memory, place.inner, place.end, control, place.readable)
+    return out if asked == dtype else out.to(asked), State(memory, place.inner, place.end, control, place.readable)
 
 
 def _place(band: Band, count: Tensor, end: Tensor, full: bool = False) -> Place:
@@ -139,24 +141,27 @@ def _one_token(
         put = part.scatter_ if in_place else part.scatter
         return put(2, place.row.expand_as(new), new)
 
-    k, v, seen = put(memory.k, k), put(memory.v, v), memory.used[..., None]
-    if not place.full:
-        seen = put(seen, seen.new_ones(*k.shape[:2], 1, 1))
-        memory = memory._replace(mass=seen[..., 0].to(k.dtype), used=seen[..., 0])
-    memory = memory._replace(k=k, v=v)
+    k, v, used = put(memory.k, k), put(memory.v, v), memory.used
+    if place.full:
+        memory = Memory(k, v, memory.mass, used)
+    else:
+        used = put(used[..., None], used.new_ones(*k.shape[:2], 1, 1))[..., 0]
+        memory = Memory(k, v, used.to(k.dtype), used)
     if band.dilation > 1:
-        queue = count[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device)
-        k, v, seen = (part.take_along_dim(queue[:, None, :, None], 2) for part in (k, v, seen))
+        queue = (count[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device))[:, None]
+        k, v = (part.take_along_dim(queue[..., None], 2) for part in (k, v))
+        used = used.take_along_dim(queue, 2)
 
     # `b h g 1 d` as `(b h) g d`: what products of more axes cost beyond those of three is noticed here.
-    keys, nothing = k.flatten(0, 1), k.new_zeros(1, 1, 1)
+    keys, nothing = k.flatten(0, 1), k.new_empty(1)
     scores = torch.baddbmm(nothing, _by_group(q, k), keys.mT, beta=0, alpha=scale)
     if to_sinks is not None:
         some = keys[:, : band.sinks]
         scores[..., : band.sinks] = torch.baddbmm(nothing, _by_group(to_sinks, k), some.mT, beta=0, alpha=scale)
     if not place.full:
-        seen = seen if padding is None else seen | padding  # the output there is zeroed; of nothing it would be NaN
-        scores = scores.masked_fill(~seen.flatten(0, 1).mT, -torch.inf)
+        if padding is not None:  # the output there is zeroed; of nothing it would be NaN
+            used = used | padding[..., 0]
+        scores = scores.masked_fill(~used.flatten(0, 1)[:, None], -torch.inf)
     weights = F.dropout(scores.softmax(-1), dropout) if dropout else scores.softmax(-1)
     return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[:3], -1), memory
 
