@@ -15,6 +15,7 @@ from abc_attn.controls.positional import Softmax
 from abc_attn.core import (
     Memory,
     State,
+    cast,
     check_padding,
     empty_memory,
     full_precision,
@@ -93,14 +94,13 @@ class MemoryAttention(nn.Module):
                 to_sinks=to_sinks,
                 in_place=self.in_place,
             )
-        tokens = k.new_full((len(k),), k.shape[2], dtype=torch.int64)
-        length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
-        length = length if state is None else state.length + length
+        length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
+        length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
         if isinstance(self.control, Softmax):
             out, state = self._exact(q, k, v, key_padding_mask, state, length)
         else:
             out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
-        return out.to(q.dtype), state._replace(cross=cross)
+        return cast(out, q.dtype), state._replace(cross=True) if cross else state
 
     def recall(self, q: Tensor, state: State) -> Tensor:
         """Read without writing: encoder self-attention and cross-attention."""

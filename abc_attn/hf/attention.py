@@ -66,9 +66,7 @@ class ConvertedAttention(MemoryAttention):
 
     replaces: ClassVar[tuple[type[nn.Module], ...]]
     in_place = True  # a state belongs to the cache that it came from
-    q_proj: nn.Module  # the projections, as most families call them
-    k_proj: nn.Module
-    v_proj: nn.Module
+    projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")  # as most families call them
     out_proj: nn.Module
 
     def __init__(self, original: Any, control: Control, layer_idx: int) -> None:
@@ -96,13 +94,12 @@ class ConvertedAttention(MemoryAttention):
     @classmethod
     def width(cls, original: Any) -> int:
         """Of what the keys are made from."""
-        return original.k_proj.in_features
+        return getattr(original, cls.projections[1]).in_features
 
     def project(self, x: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """q from x; k and v from `source`, or None without one. All `b t (heads d)`."""
-        if source is None:
-            return self.q_proj(x), None, None
-        return self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        q, k, v = (getattr(self, name) for name in self.projections)
+        return (q(x), None, None) if source is None else (q(x), k(source), v(source))
 
     def output(self, merged: Tensor) -> Tensor:
         return self.out_proj(merged)
@@ -226,9 +223,7 @@ class BoundedBertAttention(ConvertedAttention):
     """BERT and RoBERTa; their output projection is a module of its own."""
 
     replaces = (BertSelfAttention, BertCrossAttention, RobertaSelfAttention, RobertaCrossAttention)
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
+    projections = ("query", "key", "value")
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -240,15 +235,6 @@ class BoundedBertAttention(ConvertedAttention):
         if isinstance(original, (BertCrossAttention, RobertaCrossAttention)):
             return "cross"
         return "self" if original.is_causal else "encoder"
-
-    @classmethod
-    def width(cls, original: Any) -> int:
-        return original.key.in_features
-
-    def project(self, x: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if source is None:
-            return self.query(x), None, None
-        return self.query(x), self.key(source), self.value(source)
 
     def output(self, merged: Tensor) -> Tensor:
         return merged

@@ -19,6 +19,8 @@ from abc_attn.core import (
     Band,
     Memory,
     State,
+    cast,
+    cast_memory,
     empty_memory,
     full_precision,
     has_values,
@@ -71,12 +73,9 @@ def banded(
     else:
         place = _place(band, count, count + (t if key_padding_mask is None else (~key_padding_mask).sum(1)))
     with full_precision(q):
-        asked = q.dtype
-        if asked != dtype or k.dtype != dtype or v.dtype != dtype:  # most often it is right: not to ask is quicker
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-            to_sinks = None if to_sinks is None else to_sinks.to(dtype)
-        if memory is not None and memory.v.dtype != dtype:
-            memory = Memory(memory.k.to(dtype), memory.v.to(dtype), memory.mass.to(dtype), memory.used)
+        asked, q, k, v = q.dtype, cast(q, dtype), cast(k, dtype), cast(v, dtype)
+        to_sinks = None if to_sinks is None else cast(to_sinks, dtype)
+        memory = None if memory is None else cast_memory(memory, dtype)
         if t == 1:
             memory = empty_memory(k, v, band.rows) if memory is None else memory
             out, memory = _one_token(
@@ -97,7 +96,7 @@ def banded(
             out = out.take_along_dim((real - 1).clamp(min=0)[:, None, :, None], 2)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
-    return out if asked == dtype else out.to(asked), State(memory, place.inner, place.end, control, place.readable)
+    return cast(out, asked), State(memory, place.inner, place.end, control, place.readable)
 
 
 def _place(band: Band, count: Tensor, end: Tensor, full: bool = False) -> Place:
