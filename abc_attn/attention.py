@@ -15,6 +15,7 @@ from abc_attn.controls.positional import Softmax
 from abc_attn.core import (
     Memory,
     State,
+    cast,
     check_padding,
     empty_memory,
     full_precision,
@@ -35,6 +36,7 @@ class MemoryAttention(nn.Module):
     """
 
     control: Control
+    in_place = False  # whether a step may write into the state that it is given: who keeps states for itself may say so
 
     def __init__(
         self,
@@ -57,6 +59,9 @@ class MemoryAttention(nn.Module):
         self._described = self.control.describe()
         inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
         self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
+        self._rows = None if isinstance(self.control, Softmax) else self.control.rows
+        band = self.control.band() if self.causal and self.backend != "reference" else None
+        self._band = band if band is not None and band.window else None
 
     def attend(
         self,
@@ -69,16 +74,33 @@ class MemoryAttention(nn.Module):
         state: State | None = None,
         below: Tensor | None = None,
         cross: bool = False,
+        to_sinks: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads."""
-        tokens = k.new_full((len(k),), k.shape[2], dtype=torch.int64)
-        length = tokens if key_padding_mask is None else (~key_padding_mask).sum(1)
-        length = length if state is None else state.length + length
+        """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads.
+
+        `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
+        """
+        if self._band is not None:
+            return banded(
+                q,
+                k,
+                v,
+                self._band,
+                state,
+                control=self._described,
+                scale=self.scale,
+                key_padding_mask=key_padding_mask,
+                dropout=self.dropout if self.training else 0.0,
+                to_sinks=to_sinks,
+                in_place=self.in_place,
+            )
+        length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
+        length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
         if isinstance(self.control, Softmax):
             out, state = self._exact(q, k, v, key_padding_mask, state, length)
         else:
             out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
-        return out.to(q.dtype), state._replace(cross=cross)
+        return cast(out, q.dtype), state._replace(cross=True) if cross else state
 
     def recall(self, q: Tensor, state: State) -> Tensor:
         """Read without writing: encoder self-attention and cross-attention."""
@@ -121,12 +143,6 @@ class MemoryAttention(nn.Module):
             assert inner is not None
             out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=self.causal, **options)
             return out, State(memory, (log_total,), length, self._described)
-        band = self.control.band() if self.causal and self.backend != "reference" else None
-        if band is not None and band.window:
-            assert inner is not None
-            asked = {name: options[name] for name in ("scale", "key_padding_mask", "dropout")}
-            out, memory, inner, readable = banded(q, k, v, band, memory, inner[0], **asked)
-            return out, State(memory, inner, length, self._described, readable)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
@@ -205,7 +221,7 @@ class MemoryAttention(nn.Module):
         return out.masked_fill(blind, 0).to(q.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def check_state(self, state: State, batch: int, has_context: bool) -> None:
         if not isinstance(state, State):
@@ -218,7 +234,7 @@ class MemoryAttention(nn.Module):
             raise ValueError("this state is that of a cross-attention; a causal attention continues a self-attention's")
         if has_context and not state.cross:
             raise ValueError("this state is that of a self-attention; a context cannot be appended to it")
-        rows = state.memory.v.shape[2] if isinstance(self.control, Softmax) else self.control.rows
+        rows = state.memory.v.shape[2] if self._rows is None else self._rows
         expected = (batch, self.num_kv_heads, rows, self.head_dim)
         if state.memory.v.shape != expected:
             raise ValueError(

@@ -387,10 +387,10 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measure the perplexity of a text: as one stream in constant memory, or in windows of --context tokens."""
-    with hugging_face() as commands:
-        found = commands.evaluate_perplexity(
-            arguments.model, arguments.file, context=arguments.context, tokens=arguments.tokens
-        )
+    with hugging_face():
+        from abc_attn.evaluation.commands import evaluate_file
+
+        found = evaluate_file(arguments.model, arguments.file, window=arguments.context, tokens=arguments.tokens)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

@@ -9,6 +9,7 @@ from test_contract import assert_same_state
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
 from abc_attn.controls.positional import Window
+from abc_attn.core import Band
 from abc_attn.kernels import banded
 
 BANDED = [
@@ -51,6 +52,7 @@ def both(case, n, **options):
         ("window:5", {}, (0, 5, 1)),
         ("dilated:5", {"dilation": 3}, (0, 5, 3)),
         ("global:2+window:5", {}, (2, 5, 1)),
+        ("window:5+global:2", {}, (2, 5, 1)),
     ],
 )
 def test_the_banded_path_is_taken(calls, backend, control, options, band):
@@ -67,7 +69,6 @@ def test_the_banded_path_is_taken(calls, backend, control, options, band):
         ("window:5", {"backend": "reference"}),
         ("window:5", {"causal": False}),
         ("window:5+mlp:3", {}),
-        ("window:5+global:2", {}),
         ("global:2+window:5", {"gate": True}),
         ("global:2+window:5", {"every": 2}),
         ("global:2+window:5", {"positions": (1,)}),
@@ -166,6 +167,73 @@ def test_a_step_leaves_the_state_it_was_given(case):
     _, after = attention(tokens(2, 1), state=state, return_state=True)
     assert all(torch.equal(a, b) for a, b in zip(before, state._tensors().values(), strict=True))
     assert after.nbytes == state.nbytes
+
+
+@every_band
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_in_place_are_the_loop(case, n, mode):
+    padding = torch.zeros(3, 25, dtype=torch.bool)
+    padding[1, :8], padding[2, [5, 6, 7, 20]] = True, True
+    loop, attention = both(case, n)
+    attention.in_place = True
+    with mode():
+        x, expected, state, memory = tokens(3, 25), None, None, None
+        for piece in torch.arange(25).split([1] * 6 + [5] + [1] * 14):
+            mask = padding[:, piece] if padding[:, piece].any() else None
+            old, expected = loop(x[:, piece], key_padding_mask=mask, state=expected, return_state=True)
+            new, state = attention(x[:, piece], key_padding_mask=mask, state=state, return_state=True)
+            assert error(new, old) <= 1e-12
+            assert_same_state(state, expected, 1e-12)
+            assert len(piece) > 1 or memory in (None, state.memory.k.data_ptr())
+            memory = state.memory.k.data_ptr()
+
+
+def test_a_state_of_inference_mode_may_be_continued_outside_of_it():
+    attention = BoundedAttention(8, 2, "window:3", causal=True)
+    attention.in_place = True
+    x = torch.randn(1, 5, 8)
+    with torch.inference_mode():
+        _, state = attention(x[:, :4], return_state=True)
+    with torch.no_grad():
+        assert error(attention(x[:, 4:], state=state), attention(x)[:, 4:]) <= 1e-6
+
+
+def by_two_queries(q, to_sinks, k, v, sinks, window):
+    """Row by row: the first tokens are seen by to_sinks, the last by q."""
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    sink = torch.arange(k.shape[2]) < sinks
+    seen = (distance >= 0) & (sink | (distance < window))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.where(sink, to_sinks @ k.mT, q @ k.mT) * 0.3
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(2, 5), (4, 1), (6, 6)])
+@pytest.mark.parametrize("pieces", [[30], [1] * 30, [3, 1, 12, 1, 1, 12]])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sinks_may_have_a_query_of_their_own(sinks, window, pieces, in_place, block):
+    q, to_sinks, k, v = (torch.randn(2, heads, 30, 4, dtype=torch.float64) for heads in (4, 4, 2, 2))
+    expected = by_two_queries(q, to_sinks, k, v, sinks, window)
+    options = {"control": "", "scale": 0.3, "key_padding_mask": None, "dropout": 0.0, "in_place": in_place}
+    state, out = None, []
+    with torch.no_grad():
+        for piece in torch.arange(30).split(pieces):
+            part = [x[:, :, piece] for x in (q, k, v)]
+            found, state = banded.banded(*part, Band(sinks, window), state, to_sinks=to_sinks[:, :, piece], **options)
+            out.append(found)
+    assert error(torch.cat(out, 2), expected) <= 1e-12
+
+
+def test_the_query_of_the_sinks_has_its_gradient(block):
+    inputs = [torch.randn(2, heads, 30, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 4, 2, 2)]
+    q, to_sinks, k, v = inputs
+    mixture = torch.randn(2, 4, 30, 4, dtype=torch.float64)
+    options = {"control": "", "scale": 0.3, "key_padding_mask": None, "dropout": 0.0}
+    out, _ = banded.banded(q, k, v, Band(2, 5), None, to_sinks=to_sinks, **options)
+    found = torch.autograd.grad((out * mixture).sum(), inputs)
+    expected = torch.autograd.grad((by_two_queries(*inputs, 2, 5) * mixture).sum(), inputs)
+    assert gradient_error(found, expected) <= 1e-11
 
 
 @every_band

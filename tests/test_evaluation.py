@@ -1,14 +1,15 @@
 """Perplexity against a computation that scores one token at a time."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from abc_attn.evaluation import perplexity, streaming_perplexity
-from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+from abc_attn.evaluation import perplexity, token_nll
+from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig, convert
 
 WORDS = 60
 
@@ -31,46 +32,53 @@ def brute_force(model, tokens, context, window):
     """Each token from all that its window holds before it, the whole softmax each time."""
     start = model.config.bos_token_id if model.config.bos_token_id is not None else model.config.eos_token_id
     text = [start, *tokens.tolist()]
-    step, nll = window - context, 0.0
+    step, nll = window - context, []
     for target in range(1, len(text)):
         block = (target - 1) // step * step  # the first target of its window is number block + 1
         read = text[max(0, block - context) : target]
         assert len(read) <= window
         assert len(read) > context or read[0] == start
         logits = model.eval()(torch.tensor([read])).logits[0, -1]
-        nll -= logits.log_softmax(-1)[text[target]].item()
-    return nll
+        nll.append(-logits.log_softmax(-1)[text[target]].item())
+    return torch.tensor(nll, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("make", [adaptive, lambda: adaptive("softmax"), lambda: adaptive("linformer:4"), llama])
-@pytest.mark.parametrize("context", [0, 8, 15])
+@pytest.mark.parametrize("context", [0, 8, 11, 15])
 def test_perplexity_is_that_of_brute_force(make, context):
     model = make()
     tokens = np.random.default_rng(0).integers(WORDS, size=71, dtype=np.uint16)
-    score = perplexity(model, tokens, words=50, context=context, window=16, batch_size=3)
     expected = brute_force(model, tokens, context, window=16)
-    assert math.isclose(score.nll, expected, rel_tol=1e-6 if make is llama else 1e-12)
-    assert score.tokens == 71
-    assert math.isclose(score.perplexity, math.exp(score.nll / 50))
+    for batch_size in (3, None):
+        found = token_nll(model, tokens, context=context, window=16, batch_size=batch_size)
+        assert torch.allclose(found, expected, rtol=1e-6 if make is llama else 1e-12, atol=0)
+    assert math.isclose(perplexity(found, 50), math.exp(found.sum() / 50))
+    assert math.isclose(perplexity(found), math.exp(found.mean()))
     assert model.training is False  # brute_force left it so
 
 
-@pytest.mark.parametrize("control", ["mlp:8", "window:4+mlp:4", "random:8", "rfa:8"])
-def test_streaming_is_one_long_sequence(control):
-    model = adaptive(control).train()
+@pytest.mark.parametrize(
+    "make",
+    [adaptive, *(partial(adaptive, control) for control in ("window:4+mlp:4", "random:8", "rfa:8")),
+     lambda: convert(llama(), "window:80").double()],
+)  # fmt: skip
+def test_streaming_is_one_long_sequence(make, monkeypatch):
+    monkeypatch.setattr("abc_attn.evaluation.scoring.CHUNK", 16)
+    model = make().train()
     tokens = np.random.default_rng(0).integers(WORDS, size=71, dtype=np.uint16)
-    whole = perplexity(model, tokens, window=100)
-    streamed = streaming_perplexity(model, tokens, chunk=16)
-    assert math.isclose(streamed.nll, whole.nll, rel_tol=1e-12)
+    assert torch.allclose(token_nll(model, tokens), token_nll(model, tokens, window=100), rtol=1e-12, atol=0)
     assert model.training
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: perplexity(adaptive(), np.arange(9), context=16, window=16), "from 0 to window - 1 = 15"),
-        (lambda: perplexity(adaptive(), np.arange(0)), "no tokens"),
-        (lambda: streaming_perplexity(adaptive("softmax"), np.arange(9)), "softmax"),
+        (lambda: token_nll(adaptive(), np.arange(9), context=16, window=16), "from 0 to window - 1 = 15"),
+        (lambda: token_nll(adaptive(), np.arange(0)), "at least one token"),
+        (lambda: token_nll(adaptive(), torch.zeros(1, 9)), r"got shape \(1, 9\)"),
+        (lambda: token_nll(adaptive("softmax"), np.arange(9)), "cannot be streamed"),
+        (lambda: token_nll(llama(), np.arange(9)), "cannot be streamed"),
+        (lambda: token_nll(convert(llama(), "mlp:4", layers=[]), np.arange(9)), "cannot be streamed"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_an_error(call, said):

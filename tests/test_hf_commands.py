@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ transformers = pytest.importorskip("transformers")
 
 from hf_sources import source  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 
 from abc_attn.cli import main  # noqa: E402
-from abc_attn.hf import convert  # noqa: E402
-from abc_attn.hf.scoring import token_nll  # noqa: E402
+from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 
 WORDS = ["<s>", "<pad>", "</s>", *(f"w{i}" for i in range(3, 61))]
 TEXT = " ".join(WORDS[3 + i * i % 58] for i in range(90))
@@ -47,30 +44,15 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     assert "tokens/s, state" in shown.err
     model = transformers.AutoModelForCausalLM.from_pretrained(bounded)
     ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
-    for options, expected in (([], token_nll(model, ids)), (["--context", "20"], token_nll(model, ids, context=20))):
+    for options, given in (([], {}), (["--context", "20"], {"window": 20, "context": 15})):
+        expected = perplexity(token_nll(model, ids, **given))
         assert main(["evaluate", str(bounded), "--file", text, "--json", *options]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert found["perplexity"] == pytest.approx(math.exp(expected.mean()))
-        assert found["word perplexity"] == pytest.approx(math.exp(expected.mean()))
+        assert found["perplexity"] == pytest.approx(expected)
+        assert found["word perplexity"] == pytest.approx(expected)
         assert found["tokens"] == 90
     assert main(["evaluate", str(llama), "--file", text, "--tokens", "40"]) == 0
     assert "perplexity" in capsys.readouterr().out
-
-
-def test_every_token_is_scored_once_from_the_window_before_it():
-    model = source(transformers.LlamaForCausalLM)
-    ids = torch.randint(3, 60, (50,))
-    read = torch.cat([torch.tensor([0]), ids])
-    found = token_nll(model, ids, context=16, stride=5)
-    assert len(found) == 50
-    for t in (0, 3, 15, 16, 30, 49):
-        begin = 0 if t < 16 else 5 * math.ceil((t - 15) / 5)  # windows of 16 that move by 5
-        logits = model(read[None, begin : t + 1]).logits[0, -1]
-        assert found[t] == pytest.approx(float(F.cross_entropy(logits, ids[t]).detach()), abs=1e-4)
-    bounded = convert(model, "window:64")
-    assert torch.allclose(token_nll(bounded, ids, chunk=7), token_nll(bounded, ids, context=50), atol=1e-4)
-    with pytest.raises(ValueError, match="cannot be streamed"):
-        token_nll(source(transformers.LlamaForCausalLM), ids)
 
 
 @pytest.mark.parametrize(

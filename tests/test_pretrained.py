@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
+from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
-from abc_attn.hf.scoring import token_nll  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -76,15 +76,11 @@ def record(name: str, **found) -> None:
     print(f"\n{name}: {json.dumps(found)}")
 
 
-def perplexity(nll) -> float:
-    return math.exp(float(nll.mean()))
-
-
 def test_a_stream_is_as_good_as_reading_512_tokens_anew(smollm2):
     load, tokenizer = smollm2
     tokens = text_tokens("wikitext-2/wiki.test.tokens.xz", tokenizer, 10_000)
     started = time.perf_counter()
-    anew = perplexity(token_nll(load(), tokens, context=512, stride=128))
+    anew = perplexity(token_nll(load(), tokens, window=512, context=384))
     between = time.perf_counter()
     stream = perplexity(token_nll(convert(load(), **STREAM), tokens))
     seconds = {"anew": between - started, "stream": time.perf_counter() - between}

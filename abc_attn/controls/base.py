@@ -319,6 +319,8 @@ class Composition(Control):
             )
             raise ValueError(f"the parts of a '+' must share one kind of read: {kinds}")
         self.online = all(part.online for part in parts)
+        # A read ignores the order of slots, so it is free: those that hold tokens are asked first.
+        parts = sorted(parts, key=lambda part: not part.holds_tokens)
         first = parts[0]
         super().__init__(
             sum(part.slots for part in parts),
@@ -340,17 +342,18 @@ class Composition(Control):
     ) -> tuple[Write, InnerState]:
         rest = iter(state or ())
         states = [tuple(next(rest) for _ in range(size)) or None for size in self._sizes]
-        decided: list[tuple[Write, InnerState]] = [None] * len(states)  # type: ignore[list-item]
+        decided: list[tuple[Write, InnerState]] = []
         held = None  # b t   tokens that some part keeps for good
-        for i, part in sorted(enumerate(self.parts), key=lambda numbered: not numbered[1].holds_tokens):
+        for part, own in zip(self.parts, states, strict=True):
             if held is None or not part.skips_held:
-                decided[i] = part(x, k, key_padding_mask, states[i])
+                write, own = part(x, k, key_padding_mask, own)
             else:  # to this part a held token is as good as padding
                 left_out = held if key_padding_mask is None else held | key_padding_mask
-                write, own = part(x, k, left_out, states[i])
-                decided[i] = _silence(write, left_out), own
+                write, own = part(x, k, left_out, own)
+                write = _silence(write, left_out)
+            decided.append((write, own))
             if part.holds_tokens:
-                holds = (decided[i][0].phi != 0).any(-1).any(1).expand(x.shape[:2])
+                holds = (write.phi != 0).any(-1).any(1).expand(x.shape[:2])
                 held = holds if held is None else held | holds
         return _side_by_side([write for write, _ in decided]), tuple(t for _, own in decided for t in own or ())
 

@@ -1,5 +1,5 @@
 """Scores of trained models."""
 
-from abc_attn.evaluation.perplexity import Score, perplexity, streaming_perplexity
+from abc_attn.evaluation.scoring import perplexity, token_nll
 
-__all__ = ["Score", "perplexity", "streaming_perplexity"]
+__all__ = ["perplexity", "token_nll"]

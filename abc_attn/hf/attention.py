@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.models.bart.modeling_bart import BartAttention
 from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.marian.modeling_marian import MarianAttention
 from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, RobertaSelfAttention
 
@@ -20,7 +20,6 @@ from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
 from abc_attn.hf.cache import BoundedLayer, bounded_layer
 from abc_attn.hf.positions import Rotation
-from abc_attn.hf.ring import Ring
 
 # Under this name transformers asks us for a mask. Every model here has it as config._attn_implementation.
 IMPLEMENTATION = "bounded"
@@ -66,9 +65,8 @@ class ConvertedAttention(MemoryAttention):
     """
 
     replaces: ClassVar[tuple[type[nn.Module], ...]]
-    q_proj: nn.Module  # the projections, as most families call them
-    k_proj: nn.Module
-    v_proj: nn.Module
+    in_place = True  # a state belongs to the cache that it came from
+    projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")  # as most families call them
     out_proj: nn.Module
 
     def __init__(self, original: Any, control: Control, layer_idx: int) -> None:
@@ -82,7 +80,6 @@ class ConvertedAttention(MemoryAttention):
         # Not registered here: the model owns its controls, once each, however many layers share them.
         self.__dict__["control"] = control
         self.describe_states()
-        self.ring = Ring.of(control) if self.causal else None
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -97,13 +94,12 @@ class ConvertedAttention(MemoryAttention):
     @classmethod
     def width(cls, original: Any) -> int:
         """Of what the keys are made from."""
-        return original.k_proj.in_features
+        return getattr(original, cls.projections[1]).in_features
 
     def project(self, x: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """q from x; k and v from `source`, or None without one. All `b t (heads d)`."""
-        if source is None:
-            return self.q_proj(x), None, None
-        return self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        q, k, v = (getattr(self, name) for name in self.projections)
+        return (q(x), None, None) if source is None else (q(x), k(source), v(source))
 
     def output(self, merged: Tensor) -> Tensor:
         return self.out_proj(merged)
@@ -133,14 +129,9 @@ class ConvertedAttention(MemoryAttention):
         else:
             q, k, v = (self._heads(x) for x in self.project(hidden_states, source))  # type: ignore[arg-type]
             q, k, to_sinks = self.rotate(q, k, position_embeddings)
-            if self.ring is not None:
-                assert self.scale is not None
-                dropout = self.dropout if self.training else 0.0
-                out, state = self.ring.attend(
-                    q, k, v, attention_mask, state, self._described, self.scale, dropout, to_sinks
-                )
-            else:
-                out, state = self.attend(source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross)
+            out, state = self.attend(
+                source, q, k, v, key_padding_mask=attention_mask, state=state, cross=cross, to_sinks=to_sinks
+            )
             if layer is not None:
                 layer.keep(state, source.shape[1])
                 if cross:
@@ -183,11 +174,11 @@ class BoundedLlamaAttention(ConvertedAttention):
         return self.o_proj(merged)
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        cos, sin, half = rotation[0][:, None], rotation[1][:, None], rotate_half(q)
-        to_sinks = None
-        if isinstance(rotation, Rotation) and rotation.sinks is not None:
-            to_sinks = torch.addcmul(q * rotation.sinks[0][:, None], half, rotation.sinks[1][:, None])
-        return torch.addcmul(q * cos, half, sin), torch.addcmul(k * cos, rotate_half(k), sin), to_sinks
+        cos, sin = rotation if isinstance(rotation, Rotation) else Rotation.of(rotation)
+        both = torch.cat([q, k], dim=1)
+        turned = torch.addcmul(both * cos, both.roll(self.head_dim // 2, -1), sin)
+        q, k = turned[0].split([q.shape[1], k.shape[1]], dim=1)
+        return q, k, turned[1, :, : q.shape[1]] if len(turned) > 1 else None
 
 
 class BoundedGPT2Attention(ConvertedAttention):
@@ -232,9 +223,7 @@ class BoundedBertAttention(ConvertedAttention):
     """BERT and RoBERTa; their output projection is a module of its own."""
 
     replaces = (BertSelfAttention, BertCrossAttention, RobertaSelfAttention, RobertaCrossAttention)
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
+    projections = ("query", "key", "value")
 
     @classmethod
     def sizes(cls, original: Any) -> dict[str, Any]:
@@ -246,15 +235,6 @@ class BoundedBertAttention(ConvertedAttention):
         if isinstance(original, (BertCrossAttention, RobertaCrossAttention)):
             return "cross"
         return "self" if original.is_causal else "encoder"
-
-    @classmethod
-    def width(cls, original: Any) -> int:
-        return original.key.in_features
-
-    def project(self, x: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if source is None:
-            return self.query(x), None, None
-        return self.query(x), self.key(source), self.value(source)
 
     def output(self, merged: Tensor) -> Tensor:
         return merged

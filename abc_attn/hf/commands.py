@@ -1,9 +1,8 @@
-"""What the commands convert, generate and evaluate do. Errors that a user can mend are OSError or ValueError."""
+"""What the commands convert and generate do. Errors that a user can mend are OSError or ValueError."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache, state_bytes
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel
-from abc_attn.hf.scoring import token_nll
 
 # A command says what it has to say itself.
 logging.set_verbosity_error()
@@ -118,30 +116,3 @@ def _continue(
         if int(ids) in ends:
             return
         yield int(ids)
-
-
-def evaluate_perplexity(folder: Path, file: Path, *, context: int | None, tokens: int | None) -> dict[str, float]:
-    """The perplexity of a text file: per token, per word (as WikiText counts, by blanks), and bits per byte."""
-    if not file.is_file():
-        raise FileNotFoundError(f"no text file at {file}")
-    text = file.read_text(encoding="utf-8")
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "AdaptiveLM")):
-        raise ValueError(f"{folder} holds a {type(model).__name__}; perplexity is that of a causal language model")
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][:tokens]
-    if not len(ids):
-        raise ValueError(f"{file} has no text to score")
-    if tokens is not None:
-        text = tokenizer.decode(ids)
-    if context is None and not isinstance(model, BoundedModel | AdaptiveLM):
-        context = model.config.max_position_embeddings
-    started = time.perf_counter()
-    nll = token_nll(model, ids, context=context)
-    total = float(nll.sum())
-    return {
-        "perplexity": math.exp(total / len(ids)),
-        "word perplexity": math.exp(total / max(1, len(text.split()))),
-        "bits per byte": total / math.log(2) / len(text.encode()),
-        "tokens": len(ids),
-        "seconds": time.perf_counter() - started,
-    }

@@ -14,17 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.hf.ring import Ring
 
 POSITIONS = ("absolute", "slot")
 
 
 class Rotation(NamedTuple):
-    """The position embeddings of one forward pass, the same for all layers."""
+    """How the queries and keys of one forward pass are turned, in all layers: x * cos + x.roll(d/2) * sin.
 
-    cos: Tensor  # b t d   at the position of each token
-    sin: Tensor
-    sinks: tuple[Tensor, Tensor] | None = None  # at the position from which it sees the sinks; None if it is the same
+    r b 1 t d, where r is 1; or 2 if the sinks are seen from another position: the second is that of the query, then.
+    """
+
+    cos: Tensor
+    sin: Tensor  # its first half is negative, as the halves of x change places with one sign
+
+    @classmethod
+    def of(cls, *angles: tuple[Tensor, Tensor]) -> Rotation:
+        """From the cosine and the sine of the angles, `b t d`."""
+        cos, sin = (torch.stack(each)[:, :, None] for each in zip(*angles, strict=True))
+        below, above = sin.chunk(2, dim=-1)
+        return cls(cos, torch.cat([-below, above], dim=-1))
 
 
 class SlotRotary(nn.Module):
@@ -40,20 +48,20 @@ class SlotRotary(nn.Module):
                 f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
                 f"{kind!r}; use positions='absolute'"
             )
-        ring = Ring.of(control)
-        if ring is None:
+        band = control.band()
+        if band is None or not band.window or band.dilation > 1:
             raise ValueError(
-                f"positions='slot' is for tokens kept whole: 'window', 'global' (the first tokens) or 'global+window', "
+                "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
                 f"ungated, not {control.title()}; use positions='absolute'"
             )
-        self.rotary, self.ring = rotary, ring
+        self.rotary, self.band = rotary, band
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
-        slots = self.ring.sinks + self.ring.window
-        if not self.ring.sinks or not bool((position_ids >= slots).any()):
-            return Rotation(*self._turn(x, position_ids))
-        return Rotation(*self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
+        slots = self.band.rows
+        if not self.band.sinks or not bool((position_ids >= slots).any()):
+            return Rotation.of(self._turn(x, position_ids))
+        return Rotation.of(self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
 
     def _turn(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         angle = position[..., None].double() * self.rotary.inv_freq.double()

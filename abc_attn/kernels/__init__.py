@@ -8,6 +8,7 @@ from torch import Tensor
 from abc_attn.core import (
     Memory,
     Write,
+    cast,
     check_keys,
     check_queries,
     full_precision,
@@ -60,7 +61,7 @@ def scan(
         out, memory = run(q, k, v, write, memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
-    return out.to(q.dtype), memory
+    return cast(out, q.dtype), memory
 
 
 def mlp_attention(
@@ -123,7 +124,7 @@ def mean_attention(
     check_backend(backend)
     check_keys(k, v, Write(log_weights), memory, key_padding_mask)
     expected = (k.shape[0], k.shape[1], log_weights.shape[-1])
-    log_weights = log_weights.expand(*k.shape[:3], -1).to(memory_dtype(k))
+    log_weights = cast(log_weights.expand(*k.shape[:3], -1), memory_dtype(k))
     log_total = empty_total(*expected, k) if log_total is None else log_total
     if log_total.shape != expected or log_total.dtype != torch.float64:
         raise ValueError(
@@ -156,7 +157,7 @@ def mean_attention(
         out, memory, log_total = found
         if causal and key_padding_mask is not None:
             out = out.masked_fill(padding, 0)
-        return out.to(q.dtype), memory, log_total
+        return cast(out, q.dtype), memory, log_total
     decided, log_total = running_mean(log_weights, log_total, key_padding_mask, causal=causal)
     if causal:
         options = {"mask_empty": mask_empty, "scale": scale, "dropout": dropout, "backend": backend}

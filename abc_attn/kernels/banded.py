@@ -7,17 +7,40 @@ themselves. Blocks of queries go to torch's attention with the keys they share, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Band, Memory, empty_memory, full_precision, group_heads, working_dtype
+from abc_attn.core import (
+    Band,
+    Memory,
+    State,
+    cast,
+    cast_memory,
+    empty_memory,
+    full_precision,
+    has_values,
+    query_scale,
+    working_dtype,
+)
 
 # Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
 # time instead of 64 and is slower again (measured with n from 16 to 508, d = 64, forward and backward).
 BLOCK = 192
+
+
+class Place(NamedTuple):
+    """What tokens are to know of where they stand; the same for all layers."""
+
+    row: Tensor  # b 1 1 1   of the memory, that the first of them enters
+    full: bool  # every row of the memory is known to be in use
+    end: Tensor  # b   tokens after them
+    inner: tuple[Tensor, ...]  # those that each part of the control has been given
+    readable: Tensor | None  # b 1 n   the last token's queue
 
 
 def banded(
@@ -25,86 +48,133 @@ def banded(
     k: Tensor,
     v: Tensor,
     band: Band,
-    memory: Memory | None,
-    count: Tensor,
+    state: State | None,
     *,
+    control: str,
     scale: float | None,
     key_padding_mask: Tensor | None,
     dropout: float,
-) -> tuple[Tensor, Memory, tuple[Tensor, ...], Tensor | None]:
-    """What the control and `scan` would give after `count` `b` tokens: outputs, memory, and of the State `inner`, the
-    tokens that each part of the control has been given, and `readable`, the last token's queue."""
-    t = k.shape[2]
-    dtype, asked = working_dtype(k, v, memory), q.dtype
-    end = count + (t if key_padding_mask is None else (~key_padding_mask).sum(1))
+    to_sinks: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, State]:
+    """What the control, described by `control`, and `scan` would give: outputs and state.
+
+    `to_sinks`, shaped as q, is what the sinks are read by in the place of q. `in_place`: the memory of `state` may be
+    written to, which spares a copy of it at each token.
+    """
+    t, memory = k.shape[2], None if state is None else state.memory
+    count = torch.zeros(len(k), dtype=torch.int64, device=k.device) if state is None else state.length
+    scale, dtype = query_scale(q, scale), working_dtype(k, v, memory)
+    in_place = in_place and t == 1 and not torch.is_grad_enabled() and has_values(k)
+    if memory is not None and memory.k.is_inference() and not torch.is_inference_mode_enabled():
+        in_place = False  # torch would refuse
+    if in_place and key_padding_mask is None:
+        place = _known_place(band, tuple(count.tolist()), count.device)
+    else:
+        place = _place(band, count, count + (t if key_padding_mask is None else (~key_padding_mask).sum(1)))
     with full_precision(q):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        if memory is not None:
-            memory = Memory(memory.k.to(dtype), memory.v.to(dtype), memory.mass.to(dtype), memory.used)
+        asked, q, k, v = q.dtype, cast(q, dtype), cast(k, dtype), cast(v, dtype)
+        to_sinks = None if to_sinks is None else cast(to_sinks, dtype)
+        memory = None if memory is None else cast_memory(memory, dtype)
         if t == 1:
-            out, memory = _one_token(q, k, v, band, memory, count, scale, key_padding_mask, dropout)
+            memory = empty_memory(k, v, band.rows) if memory is None else memory
+            out, memory = _one_token(
+                q, to_sinks, k, v, band, memory, count, place, scale, key_padding_mask, dropout, in_place
+            )
         elif key_padding_mask is None:
-            out, memory = _in_blocks(q, k, v, band, memory, count, end, scale, dropout)
+            out, memory = _in_blocks(q, to_sinks, k, v, band, memory, count, place.end, scale, dropout)
         else:  # the real tokens to the front, in order, and their outputs back to where they were
             real = (~key_padding_mask).cumsum(1)
             order = key_padding_mask.sort(dim=1, stable=True).indices[:, None, :, None]
-            past_end = torch.arange(t, device=k.device) >= real[:, -1:]
-            q, k, v = (x.take_along_dim(order, 2).masked_fill(past_end[:, None, :, None], 0) for x in (q, k, v))
-            out, memory = _in_blocks(q, k, v, band, memory, count, end, scale, dropout)
+            past_end = (torch.arange(t, device=k.device) >= real[:, -1:])[:, None, :, None]
+            q, k, v, *others = (
+                x.take_along_dim(order, 2).masked_fill(past_end, 0) for x in (q, k, v, to_sinks) if x is not None
+            )
+            out, memory = _in_blocks(
+                q, others[0] if others else None, k, v, band, memory, count, place.end, scale, dropout
+            )
             out = out.take_along_dim((real - 1).clamp(min=0)[:, None, :, None], 2)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
-    inner = (end, (end - band.sinks).clamp(min=0)) if band.sinks else (end,)
+    return cast(out, asked), State(memory, place.inner, place.end, control, place.readable)
+
+
+def _place(band: Band, count: Tensor, end: Tensor, full: bool = False) -> Place:
+    row = _ring_row(band, count - band.sinks)
+    row = torch.where(count < band.sinks, count, row) if band.sinks else row
+    inner = (end.clone(), (end - band.sinks).clamp(min=0))[: 2 if band.sinks else 1]
     readable = None
     if band.dilation > 1:
-        queue = torch.arange(band.rows, device=k.device) // band.window
+        queue = torch.arange(band.rows, device=end.device) // band.window
         readable = (queue == (end - 1).clamp(min=0)[:, None] % band.dilation)[:, None]
-    return out.to(asked), memory, inner, readable
+    return Place(row[:, None, None, None], full, end, inner, readable)
+
+
+@lru_cache(maxsize=4)
+def _known_place(band: Band, count: tuple[int, ...], device: torch.device) -> Place:
+    """The place of one token; the layers of a model ask for the same, one after the other."""
+    with torch.inference_mode(False):  # the next to ask may not be in that mode
+        before = torch.tensor(count, device=device)
+        return _place(band, before, before + 1, min(count) >= band.rows)
 
 
 def _one_token(
     q: Tensor,
+    to_sinks: Tensor | None,
     k: Tensor,
     v: Tensor,
     band: Band,
-    memory: Memory | None,
+    memory: Memory,
     count: Tensor,
-    scale: float | None,
+    place: Place,
+    scale: float,
     key_padding_mask: Tensor | None,
     dropout: float,
+    in_place: bool,
 ) -> tuple[Tensor, Memory]:
-    """One row of a copy of the memory is replaced, and the memory is read as it lies: a softmax knows no order."""
-    memory = empty_memory(k, v, band.rows) if memory is None else memory
-    row = _ring_row(band, count - band.sinks if band.sinks else count)
-    row = torch.where(count < band.sinks, count, row) if band.sinks else row
-    at = row[:, None, None, None]
+    """One row of the memory is replaced, and the memory is read as it lies: a softmax knows no order."""
     padding = None if key_padding_mask is None else key_padding_mask[:, None, :, None]
 
     def put(part: Tensor, new: Tensor) -> Tensor:
-        new = new if padding is None else torch.where(padding, part.take_along_dim(at, 2), new)
-        return part.scatter(2, at.expand_as(new), new)
+        new = new if padding is None else torch.where(padding, part.take_along_dim(place.row, 2), new)
+        put = part.scatter_ if in_place else part.scatter
+        return put(2, place.row.expand_as(new), new)
 
-    k, v, used = put(memory.k, k), put(memory.v, v), put(memory.used[..., None], memory.used.new_ones(*k.shape[:3], 1))
-    memory = Memory(k, v, used[..., 0].to(k.dtype), used[..., 0])
+    k, v, used = put(memory.k, k), put(memory.v, v), memory.used
+    if place.full:
+        memory = Memory(k, v, memory.mass, used)
+    else:
+        used = put(used[..., None], used.new_ones(*k.shape[:2], 1, 1))[..., 0]
+        memory = Memory(k, v, used.to(k.dtype), used)
     if band.dilation > 1:
-        queue = count[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device)
-        k, v, used = (part.take_along_dim(queue[:, None, :, None], 2) for part in (k, v, used))
-    used = used if padding is None else used | padding  # the output there is zeroed; of nothing it would be NaN
-    out = F.scaled_dot_product_attention(
-        group_heads(q, k.shape[1])[..., 0, :], k, v, attn_mask=used.mT, dropout_p=dropout, scale=scale
-    )
-    return out.flatten(1, 2)[:, :, None], memory
+        queue = (count[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device))[:, None]
+        k, v = (part.take_along_dim(queue[..., None], 2) for part in (k, v))
+        used = used.take_along_dim(queue, 2)
+
+    # `b h g 1 d` as `(b h) g d`: what products of more axes cost beyond those of three is noticed here.
+    keys, nothing = k.flatten(0, 1), k.new_empty(1)
+    scores = torch.baddbmm(nothing, _by_group(q, k), keys.mT, beta=0, alpha=scale)
+    if to_sinks is not None:
+        some = keys[:, : band.sinks]
+        scores[..., : band.sinks] = torch.baddbmm(nothing, _by_group(to_sinks, k), some.mT, beta=0, alpha=scale)
+    if not place.full:
+        if padding is not None:  # the output there is zeroed; of nothing it would be NaN
+            used = used | padding[..., 0]
+        scores = scores.masked_fill(~used.flatten(0, 1)[:, None], -torch.inf)
+    weights = F.dropout(scores.softmax(-1), dropout) if dropout else scores.softmax(-1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[:3], -1), memory
 
 
 def _in_blocks(
     q: Tensor,
+    to_sinks: Tensor | None,
     k: Tensor,
     v: Tensor,
     band: Band,
     memory: Memory | None,
     count: Tensor,
     end: Tensor,
-    scale: float | None,
+    scale: float,
     dropout: float,
 ) -> tuple[Tensor, Memory]:
     """t tokens after the first `count` `b`, of which those before `end` `b` are real: outputs and memory."""
@@ -120,12 +190,15 @@ def _in_blocks(
         v = torch.cat([memory.v.take_along_dim(age, 2), v], dim=2)
         lead = ring
 
+    read_k, read_v = (sink_k, k), (sink_v, v)
+    if to_sinks is not None:
+        q, read_k, read_v = _by_columns(q, to_sinks, read_k, read_v)
     # Every `dilation`-th token is a window of its own, in the batch beside the others.
     residue = torch.arange(dilation, device=k.device)
     out = _attend(
         _apart(q, dilation),
-        (sink_k, _apart(k, dilation)),
-        (sink_v, _apart(v, dilation)),
+        (read_k[0], _apart(read_k[1], dilation)),
+        (read_v[0], _apart(read_v[1], dilation)),
         window,
         lead // dilation,
         (-((begin[:, None] + residue - lead) // dilation)).flatten(),
@@ -133,7 +206,7 @@ def _in_blocks(
         scale,
         dropout,
     )
-    out = out.unflatten(0, (-1, dilation)).movedim(1, 3).flatten(2, 3)[:, :, :t]
+    out = out.unflatten(0, (-1, dilation)).movedim(1, 3).flatten(2, 3)[:, :, :t, : v.shape[-1]]
 
     # Row r of the ring holds the last of the tokens whose turn it is.
     row = torch.arange(ring, device=k.device)
@@ -150,6 +223,21 @@ def _in_blocks(
     return out, Memory(kept_k, kept_v, used.to(k.dtype), used)
 
 
+def _by_columns(
+    q: Tensor, to_sinks: Tensor, k: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """q, k and v for torch's attention, which reads all keys by one query: wider by a column for each sink.
+
+    There q has the sink's score by `to_sinks`, its key, else zeros, has a 1, and all other keys have zeros.
+    """
+    sink_k, rest_k = k
+    sinks = sink_k.shape[2]
+    scores = (_by_group(to_sinks, sink_k) @ sink_k.flatten(0, 1).mT).view(*q.shape[:3], sinks)
+    pick = F.pad(torch.eye(sinks, dtype=q.dtype, device=q.device), (sink_k.shape[3], 0))
+    wide_k, *wide_v = (F.pad(x, (0, sinks)) for x in (rest_k, *v))
+    return torch.cat([q, scores], dim=-1), (pick.expand(*sink_k.shape[:2], -1, -1), wide_k), (wide_v[0], wide_v[1])
+
+
 def _attend(
     q: Tensor,
     k: tuple[Tensor, Tensor],
@@ -158,7 +246,7 @@ def _attend(
     lead: int,
     missing: Tensor,
     count: Tensor,
-    scale: float | None,
+    scale: float,
     dropout: float,
 ) -> Tensor:
     """Query i reads the keys lead + i - window + 1 to lead + i, but not the first `missing` `b` of all; and the sinks.
@@ -216,6 +304,11 @@ def _sinks(
     held = (sink < count[:, None])[:, None, :, None]
     old_k, old_v = memory.k[:, :, : band.sinks], memory.v[:, :, : band.sinks]
     return torch.where(held, old_k, new_k), torch.where(held, old_v, new_v)
+
+
+def _by_group(q: Tensor, k: Tensor) -> Tensor:
+    """`b (h g) t d` -> `(b h) (g t) d`: all that one head of k is read by."""
+    return q.reshape(len(k) * k.shape[1], -1, q.shape[-1])
 
 
 def _ring_row(band: Band, place: Tensor) -> Tensor:

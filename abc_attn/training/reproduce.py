@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoModelForCausalLM
 
-from abc_attn.evaluation import perplexity, streaming_perplexity
+from abc_attn.evaluation import perplexity, token_nll
 from abc_attn.files import write_whole
 from abc_attn.training.recipe import Recipe, load_recipe
 from abc_attn.training.run import STARTED, open_corpus, prepare
@@ -154,14 +154,12 @@ def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float 
         figures[split] = {}
         for context in contexts:
             started = time.monotonic()
-            found = perplexity(model, tokens, words, context=context, window=recipe.settings.block_size)
-            figures[split][str(context)] = found.perplexity
+            found = perplexity(token_nll(model, tokens, window=recipe.settings.block_size, context=context), words)
+            figures[split][str(context)] = found
             seconds = time.monotonic() - started
-            print(
-                f"  {split}, context {context}: {found.perplexity:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True
-            )
+            print(f"  {split}, context {context}: {found:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
         endless = recipe.values.get("control", "mlp") not in ("softmax", "linformer")
-        figures[split]["stream"] = streaming_perplexity(model, tokens, words).perplexity if endless else None
+        figures[split]["stream"] = perplexity(token_nll(model, tokens), words) if endless else None
         print(f"  {split}, streaming: {_figure([figures[split]['stream']])}", file=sys.stderr, flush=True)
     return figures
 

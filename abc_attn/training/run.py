@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as hf_logging
 
 from abc_attn.data import Copy, Corpus, Recall, Segments, Source, Streams, build_corpus, find_files
-from abc_attn.evaluation import perplexity
+from abc_attn.evaluation import perplexity, token_nll
 from abc_attn.files import write_whole
 from abc_attn.hf.adaptive_lm import IGNORED, AdaptiveLM, AdaptiveLMConfig
 from abc_attn.provenance import commit, cpu
@@ -102,14 +102,13 @@ class _Run:
         if self.corpus is None:
             return {"accuracy": self._accuracy()}
         split = "validation"
-        found = perplexity(
+        nll = token_nll(
             self.model,
             self.corpus.tokens[split],
-            self.corpus.words[split],
             window=self.recipe.settings.block_size,
             batch_size=self.args.per_device_eval_batch_size,
         )
-        return {"loss": found.nll / found.tokens, "perplexity": found.perplexity}
+        return {"loss": float(nll.mean()), "perplexity": perplexity(nll, self.corpus.words[split])}
 
     @torch.no_grad()
     def _accuracy(self) -> float:
