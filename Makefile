@@ -88,7 +88,7 @@ define install
 endef
 
 # The stamp is written last: an install that failed or was interrupted is done again.
-.venv/installed: pyproject.toml constraints.txt setup.py abc_attn/kernels/native.cpp abc_attn/kernels/native.h
+.venv/installed: pyproject.toml constraints.txt setup.py abc_attn/kernels/native.cpp $(wildcard abc_attn/kernels/native_*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "abc-attn needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.11" % sys.version_info[:2])'
 	@echo "Setting up .venv (about a minute, once)..."
 	@rm -f $@

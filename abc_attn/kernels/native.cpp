@@ -50,7 +50,9 @@ static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backwa
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")
 namespace avx512 {
-#include "native.h"
+#include "native_vectors.h"
+#include "native_forward.h"
+#include "native_backward.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -60,7 +62,9 @@ namespace avx512 {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace avx2 {
-#include "native.h"
+#include "native_vectors.h"
+#include "native_forward.h"
+#include "native_backward.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -70,7 +74,9 @@ namespace avx2 {
 #define VL 4
 #define COLUMNS 2
 namespace portable {
-#include "native.h"
+#include "native_vectors.h"
+#include "native_forward.h"
+#include "native_backward.h"
 }
 
 typedef void (*Pass)(const Args *, int64_t, float *);
