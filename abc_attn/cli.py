@@ -227,7 +227,7 @@ def add_benchmarks(parser: Parser) -> None:
         "decode": {"contexts": [16, 512, 2048, 8192, 131072], "slots": 32, "width": 64, "heads": 8, "batch": 16},
         "encode": {"tokens": 512, "slots": [64, 128], "width": 64, "heads": 12, "batch": 16},
         "scaling": {"tokens": lengths, "slots": 64, "width": 64, "heads": 8},
-        "generate": {"contexts": [512, 2048, 8000], "batches": [1, 4], "tokens": 8},
+        "generate": {"contexts": [512, 2048, 8000], "batches": [1, 4], "tokens": 4},
     }
     meanings = {
         "tokens": "length of the sequences",

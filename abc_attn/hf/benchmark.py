@@ -90,8 +90,9 @@ class PreallocatedLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _append(filled: Tensor, new: Tensor) -> Tensor:
+def _append(filled: Tensor | None, new: Tensor) -> Tensor:
     """`filled` `b h t d` is the beginning of a buffer; `new` is written behind it."""
+    assert filled is not None
     start, count = filled.shape[2], new.shape[2]
     longer = filled.as_strided((*filled.shape[:2], start + count, filled.shape[3]), filled.stride())
     longer[:, :, start:] = new
@@ -134,12 +135,13 @@ def fill(layer: DynamicLayer, batch: int, tokens: int, config: Any) -> None:
 def full_cache(method: str, model: PreTrainedModel, batch: int, context: int, room: int, state: Path) -> Cache:
     """A cache one token before `context`, and with room for so many more. The bounded one is of a text that was read,
     whose state is in a file."""
+    cache: Cache
     if method == "bounded":
         cache = load_state(state)
         cache.batch_repeat_interleave(batch)
         return cache
     config: Any = model.config
-    cache: Cache = DynamicCache(config=config)
+    cache = DynamicCache(config=config)
     if method == "preallocated":
         cache = Cache(layers=[PreallocatedLayer(context + room) for _ in cache.layers])
     layers: Any = cache.layers
