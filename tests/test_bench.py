@@ -215,7 +215,109 @@ def test_peak_memory_is_that_of_the_scores():
     assert len(ballast)
 
 
-@pytest.mark.parametrize("arguments", [[], *([name] for name in RUNS)])
+@pytest.fixture
+def llama(tmp_path):
+    """A folder with a tiny Llama."""
+    transformers = pytest.importorskip("transformers")
+    from hf_sources import source
+
+    source(transformers.LlamaForCausalLM).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def generate(llama, tmp_path, monkeypatch):
+    """A tiny run of `bench generate`: its exit code and JSON."""
+    monkeypatch.setattr("abc_attn.bench.generation.peak_of_process", lambda *arguments: 1000 * len(arguments))
+    monkeypatch.setitem(RUNS, "generate", ["--model", str(llama), "--control", "global:2+window:14", "--tokens", "2"])
+    return lambda *sizes: run("generate", tmp_path / "results", *sizes)
+
+
+def test_generating_is_compared_with_the_original(generate, tmp_path, capsys):
+    code, found = generate("--contexts", "40", "8", "--batches", "1", "3")
+    assert code == 0
+    rows = {(row["method"], row["batch"], row["tokens"]): row for row in found["rows"]}
+    assert {key[1:] for key in rows} == {(1, 8), (1, 40), (3, 8), (3, 40)}
+    assert len(rows) == 12
+    for (method, batch, context), row in rows.items():
+        assert row["tokens_per_second"] == pytest.approx(batch / row["seconds"])
+        for baseline in ("dynamic", "preallocated"):
+            other = rows[baseline, batch, context]
+            assert row[f"ratio_{baseline}"] == pytest.approx(other["seconds"] / row["seconds"])
+            assert row[f"peak_ratio_{baseline}"] == 1
+        kept = 2 * 2 * 2 * 8 * 4 * batch * context  # keys and values of 2 layers and 2 heads of width 8
+        assert row["state_bytes"] * row["state_ratio"] == pytest.approx(kept)
+        assert (row["gate_error"] is None) == (method != "bounded")
+        if method == "bounded":
+            assert row["gate_error"] < 1e-4
+            assert row["slots"] == 16
+            assert row["state_bytes"] == rows["bounded", batch, 8]["state_bytes"]
+        else:
+            assert row["state_bytes"] == kept
+    table = (tmp_path / "results" / "generate.md").read_text()
+    assert "| 40 | bounded, n=16, b=3 |" in table
+    assert "abc-attn bench generate --" in table
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gate", ["check_against_original", "read_and_check"])
+def test_no_tokens_a_second_of_a_wrong_model(gate, generate, monkeypatch):
+    from abc_attn.hf import benchmark
+
+    right = getattr(benchmark, gate)
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        if gate == "check_against_original":
+            return found._replace(found=found.found * 1.001)
+        path, check = found[40]
+        return found | {40: (path, check._replace(found=check.found * torch.nan))}
+
+    monkeypatch.setattr(benchmark, gate, wrong)
+    code, found = generate("--contexts", "40", "--batches", "1")
+    assert code == 1
+    for row in found["rows"]:
+        failed = row["method"] == "bounded"
+        assert row["note"].startswith("GATE FAILED") == failed
+        assert (row["seconds"] is None) == (row["peak_bytes"] is None) == failed
+
+
+@torch.no_grad()
+def test_a_full_cache_goes_on_as_the_text_would(llama):
+    """Whichever the cache, generate() from it gives the tokens that it gives from the text; again, and for a batch."""
+    from abc_attn.hf import BoundedCache, benchmark, save_state
+
+    text = torch.randint(4, 60, (2, 20))
+    text[:, -1] = 3  # what a generation starts from
+    for method in ("bounded", "dynamic", "preallocated"):
+        model = benchmark.prepare(method, benchmark.load_original(llama), "global:2+window:6")
+        expected = model.generate(text[:1], max_new_tokens=5, min_new_tokens=5, pad_token_id=1)[:, -5:]
+        state = llama / "state"
+        if method == "bounded":
+            cache = BoundedCache()
+            model(text[:1, :-1], past_key_values=cache)
+            save_state(cache, state)
+        go_on, cache = benchmark.generation(model, method, 2, 20, 5, state)
+        if method != "bounded":
+            read = model(text[:1, :-1]).past_key_values
+            for own, layer in zip(cache.layers, read.layers, strict=True):
+                own.keys[:], own.values[:] = layer.keys, layer.values
+        for _ in range(1 if method == "bounded" else 3):
+            assert torch.equal(go_on()[:, -5:], expected.expand(2, -1))
+
+
+def test_peak_memory_of_generating_is_that_of_the_cache(llama):
+    """Keys and values of 200,000 tokens, 51.2 MB, and a copy of one layer as it grows, if it does."""
+    from abc_attn.hf import benchmark
+
+    sizes = {
+        method: measure.peak_of_process(benchmark.ready, llama, "window:8", method, 1, 200_000, 1, llama / "state")
+        for method in ("dynamic", "preallocated")
+    }
+    assert 51e6 < sizes["preallocated"] < 60e6 < sizes["dynamic"] < 90e6
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], *([name] for name in RUNS)])
 def test_help_needs_no_torch_and_has_an_example(arguments):
     code = "import sys; from abc_attn.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     shown = subprocess.check_output([sys.executable, "-c", code, "bench", *arguments, "--help"], text=True)
@@ -235,6 +337,7 @@ def test_help_needs_no_torch_and_has_an_example(arguments):
         (["scaling", "--repetitions", "x"], "got 'x'"),
         (["scaling", "--tokens", str(10**15)], "too small for these sizes"),
         (["op", "--output", "/dev/null/results"], "/dev/null"),
+        (["generate", "--model", "nowhere"], "no saved model at nowhere"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_exit_code_2(arguments, said, capsys):

@@ -45,8 +45,15 @@ ONLINE = [name for name, control in CONTROLS.items() if control.online and contr
 SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
 SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
 every_control = pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
-# One class for each adapter: the classes of a family share their attention.
-BODIES = [transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel, transformers.MarianMTModel]
+# One class for each family, which share their attention; BERT and RoBERTa as decoders.
+BODIES = [
+    transformers.LlamaForCausalLM,
+    transformers.GPT2LMHeadModel,
+    transformers.BertLMHeadModel,
+    transformers.RobertaForCausalLM,
+    transformers.MarianMTModel,
+    transformers.BartForConditionalGeneration,
+]
 every_body = pytest.mark.parametrize("cls", BODIES, ids=lambda cls: cls.__name__)
 
 
@@ -81,6 +88,35 @@ def test_saved_and_loaded_and_every_parameter_is_trained(cls, control, slots, op
     model.train()
     labels = given.get("decoder_input_ids", given["input_ids"])
     model(**given, labels=labels).loss.backward()
+    for name, parameter in model.controls.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+# Encoders: all that is learned or fixed, causal or not, and compositions.
+ENCODING = [(name, SLOTS.get(name, 5), {}) for name in CONTROLS if CONTROLS[name].__module__.startswith("abc_attn")]
+ENCODING += SPECS[len(ONLINE) :]
+
+
+@pytest.mark.parametrize(
+    "cls", [transformers.BertForMaskedLM, transformers.RobertaForMaskedLM], ids=lambda cls: cls.__name__
+)
+@pytest.mark.parametrize(("control", "slots", "options"), ENCODING, ids=lambda x: x if x is str(x) else "")
+def test_an_encoder_of_every_control(cls, control, slots, options, tmp_path):
+    """A padded batch is its rows, what was saved is loaded, and every new parameter is trained."""
+    model = convert(source(cls), control, slots, **options)
+    given = inputs(model)
+    with torch.no_grad():
+        together = model(**given).logits
+        for row, real in enumerate(given["attention_mask"].bool()):
+            alone = model(given["input_ids"][row][None, real]).logits[0]
+            assert (together[row][real] - alone).abs().max() < 1e-4
+    model.save_pretrained(tmp_path)
+    loaded, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(report.values())
+    assert torch.equal(outputs(loaded, given), outputs(model, given))
+    model.train()(**given, labels=given["input_ids"]).loss.backward()
     for name, parameter in model.controls.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name

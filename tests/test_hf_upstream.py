@@ -73,7 +73,6 @@ class Tester:
 
 class Common(common.ModelTesterMixin):
     has_attentions = False  # weights over slots are no weights over tokens
-    test_torch_exportable = False
 
     def setUp(self):
         self.model_tester = self.Tester(self)

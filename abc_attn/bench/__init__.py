@@ -1,4 +1,4 @@
-"""The benchmarks: `op`, `decode`, `encode` and `scaling`. benchmarks/README.md says how they measure, and why so."""
+"""The benchmarks of `abc-attn bench`. benchmarks/README.md says how they measure, and why so."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from abc_attn import Memory, mlp_attention
+from abc_attn.bench.generation import generate
 from abc_attn.bench.measure import (
     BASELINES,
     METHODS,
@@ -249,7 +250,13 @@ def _cache_step(work: Work, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> C
     return step
 
 
-BENCHMARKS: dict[str, Callable[..., Outcome]] = {"op": op, "decode": decode, "encode": encode, "scaling": scaling}
+BENCHMARKS: dict[str, Callable[..., Outcome]] = {
+    "op": op,
+    "decode": decode,
+    "encode": encode,
+    "scaling": scaling,
+    "generate": generate,
+}
 
 
 def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:

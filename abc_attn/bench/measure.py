@@ -37,9 +37,10 @@ BASELINES = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Work:
-    """One attention call without projections: which method, of which size, with or without its backward pass."""
+    """One attention call without projections: which method, of which size, with or without its backward pass; or a
+    generation of a whole model."""
 
-    method: str  # of METHODS
+    method: str  # of METHODS; of a generation, its cache
     batch: int
     heads: int
     tokens: int
@@ -50,7 +51,7 @@ class Work:
 
     @property
     def ours(self) -> bool:
-        return self.method not in BASELINES
+        return self.slots is not None
 
     @property
     def flops(self) -> int | None:
@@ -260,9 +261,16 @@ def check_fits(work: Work) -> None:
 
 def peak_memory(work: Work) -> int | None:
     """Bytes by which the work, its inputs included, raises the peak of a fresh process; None if that was killed."""
-    context = get_context("spawn")
+    return peak_of_process(_ready, work)
+
+
+def peak_of_process(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int | None:
+    """Bytes by which what `prepare(*arguments)` returns raises, when called, the peak of a fresh process."""
+    context = get_context("forkserver")  # a process that has done nothing but import is forked: seconds less than anew
+    context.set_forkserver_preload([prepare.__module__])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_peak, args=(work, torch.get_num_threads(), sender), daemon=True)
+    given = (torch.get_num_threads(), sender, prepare, *arguments)
+    process = context.Process(target=_peak, args=given, daemon=True)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is answered here, once
     process.start()
     signal.signal(signal.SIGINT, handler)
@@ -275,13 +283,18 @@ def peak_memory(work: Work) -> int | None:
         process.join()
 
 
-def _peak(work: Work, threads: int, sender: Connection) -> None:
+def _peak(threads: int, sender: Connection, prepare: Callable[..., Callable[[], object]], *arguments: object) -> None:
     """The work of the fresh process."""
     torch.set_num_threads(threads)
-    runner(replace(work, batch=1, tokens=min(work.tokens, 32)))()  # threads and libraries are no part of the work
+    run = prepare(*arguments)
     before = _high_water(reset=True)
-    runner(work)()
+    run()
     sender.send(_high_water() - before)
+
+
+def _ready(work: Work) -> Callable[[], object]:
+    runner(replace(work, batch=1, tokens=min(work.tokens, 32)))()  # threads and libraries are no part of the work
+    return lambda: runner(work)()
 
 
 def _high_water(reset: bool = False) -> int:

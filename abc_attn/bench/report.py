@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from abc_attn import provenance
-from abc_attn.bench.measure import SGEMM_SIZE, TOLERANCE, Times, Work
+from abc_attn.bench.measure import BASELINES, SGEMM_SIZE, TOLERANCE, Times, Work
 from abc_attn.files import whole_file
 from abc_attn.kernels import describe_backend
 
 FORWARD, BACKWARD = "forward", "forward + backward"
+GENERATING = ("bounded", "dynamic", "preallocated")  # the caches of `generate`
+NAMES = {"sdpa": "SDPA", "eager": "eager softmax", "dynamic": "DynamicCache", "preallocated": "preallocated"}
 
 
 @dataclass
@@ -38,14 +40,20 @@ class Row:
     repetitions: int = 0
     ratio_sdpa: float | None = None  # SDPA's time / this one
     ratio_eager: float | None = None
+    ratio_dynamic: float | None = None  # generate: the same, to a DynamicCache
+    ratio_preallocated: float | None = None
     gflops: float | None = None
     sgemm_gflops: float | None = None  # measured beside this row
     sgemm_share: float | None = None
     peak_bytes: int | None = None
     peak_ratio_sdpa: float | None = None  # SDPA's peak / this one
     peak_ratio_eager: float | None = None
+    peak_ratio_dynamic: float | None = None
+    peak_ratio_preallocated: float | None = None
     seconds_per_token: float | None = None  # decoding: a step's time / batch
+    tokens_per_second: float | None = None  # generate: of the whole batch
     state_bytes: int | None = None  # decoding: of the whole batch
+    state_ratio: float | None = None  # generate: bytes of all keys and values / these
     growth: float | None = None  # scaling: time / time at a quarter of the tokens
     peak_growth: float | None = None
     note: str = ""
@@ -57,8 +65,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        names = {"sdpa": "SDPA", "eager": "eager softmax"}
-        return names.get(self.method, self.method) + (f", n={self.slots}" if self.slots else "")
+        label = NAMES.get(self.method, self.method) + (f", n={self.slots}" if self.slots else "")
+        return label + (f", b={self.batch}" if self.method in GENERATING else "")
 
     def passes(self, error: float) -> bool:
         """Whether a figure may be shown; if not, the note says so."""
@@ -75,12 +83,12 @@ class Row:
             self.gflops, self.sgemm_share = flops / times.median / 1e9, flops / times.median / sgemm
 
 
-def compare_rows(rows: Sequence[Row]) -> None:
+def compare_rows(rows: Sequence[Row], baselines: Sequence[str] = BASELINES) -> None:
     """Enter the ratios to the baselines of the same size and phase."""
-    found = {(row.method, row.phase, row.tokens): row for row in rows}
+    found = {(row.method, row.phase, row.tokens, row.batch): row for row in rows}
     for row in rows:
-        for baseline in ("sdpa", "eager"):
-            other = found.get((baseline, row.phase, row.tokens))
+        for baseline in baselines:
+            other = found.get((baseline, row.phase, row.tokens, row.batch))
             if other is None:
                 continue
             if row.seconds and other.seconds:
@@ -180,6 +188,20 @@ COLUMNS: dict[str, list[Column]] = {
         ("state", "state_bytes", megabytes),
         *GATE,
     ],
+    "generate": [
+        ("context", "tokens", "{:,}".format),
+        ("method", "label", str),
+        ("tokens/s", "tokens_per_second", "{:.1f}".format),
+        *TIME[:3],
+        ("speed / DynamicCache", "ratio_dynamic", times),
+        ("speed / preallocated", "ratio_preallocated", times),
+        ("state", "state_bytes", megabytes),
+        ("keys and values / it", "state_ratio", times),
+        ("peak memory", "peak_bytes", megabytes),
+        ("DynamicCache's / it", "peak_ratio_dynamic", times),
+        ("preallocated's / it", "peak_ratio_preallocated", times),
+        *GATE,
+    ],
     "encode": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *GATE],
     "scaling": [
         *WHICH,
@@ -274,6 +296,11 @@ def draw(report: Report, figure: Any) -> None:
     elif report.name == "decode":
         _lines(left, report.rows, "seconds", "seconds of one step")
         _lines(right, report.rows, "state_bytes", "bytes of state")
+        for axes in (left, right):
+            axes.set_xlabel("context, tokens")
+    elif report.name == "generate":
+        _lines(left, report.rows, "tokens_per_second", "tokens a second")
+        _lines(right, report.rows, "peak_bytes", "peak memory beyond the weights, bytes")
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
     elif report.name == "encode":

@@ -184,6 +184,8 @@ class BoundedModel(PreTrainedModel):
 
 def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
     """A forward pre-hook: without position_ids, positions count real tokens, from the attention mask."""
+    if given.get("position_ids") is not None:  # as generate() has it at every step: to bind a signature takes a while
+        return arguments, given
     bound = inspect.signature(module.forward).bind(*arguments, **given).arguments
     mask = bound.get("attention_mask")
     if mask is not None and mask.dim() == 2 and bound.get("position_ids") is None and len(arguments) < 3:

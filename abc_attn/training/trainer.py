@@ -152,9 +152,7 @@ class Report(TrainerCallback):
         **_: Any,
     ) -> None:
         logs = dict(logs or {})
-        if (
-            not state.is_world_process_zero or "train_runtime" in logs
-        ):  # the Trainer's own summary, of this start only
+        if not state.is_world_process_zero or "train_runtime" in logs:  # the Trainer's own summary, of this start only
             return
         now = time.monotonic()
         logs |= {"step": state.global_step, "epoch": round(state.global_step / self.steps_per_pass, 4)}
