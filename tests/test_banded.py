@@ -9,8 +9,9 @@ from test_contract import assert_same_state
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
 from abc_attn.controls.positional import Window
-from abc_attn.core import Band
+from abc_attn.core import Band, empty_memory
 from abc_attn.kernels import banded
+from abc_attn.kernels.native import LIBRARY, native_ring_step
 
 BANDED = [
     Case("window:{n}"),
@@ -223,6 +224,29 @@ def test_sinks_may_have_a_query_of_their_own(sinks, window, pieces, in_place, bl
             found, state = banded.banded(*part, Band(sinks, window), state, to_sinks=to_sinks[:, :, piece], **options)
             out.append(found)
     assert error(torch.cat(out, 2), expected) <= 1e-12
+
+
+@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("sinks", "window"), [(0, 37), (4, 16), (3, 130)])
+@pytest.mark.parametrize(("d", "e"), [(16, 16), (64, 64), (32, 80)])
+def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
+    rows = torch.tensor([sinks, sinks + window - 1])[:, None, None, None]
+    q, to_sinks = 3 * torch.randn(2, 2, 3 * groups, 1, d)
+    k, v = torch.randn(2, 3, 1, d), torch.randn(2, 3, 1, e)
+    memory = empty_memory(k, v, sinks + window)
+    memory = Memory(torch.randn_like(memory.k), torch.randn_like(memory.v), memory.mass + 1, memory.used | True)
+    second = to_sinks if sinks else None
+    after_k, after_v = (
+        x.scatter(2, rows.expand(2, 3, 1, x.shape[-1]), new) for x, new in ((memory.k, k), (memory.v, v))
+    )
+    keys, values = (x.double().repeat_interleave(groups, 1) for x in (after_k, after_v))
+    scores = q.double() @ keys.mT * 0.3
+    scores[..., :sinks] = to_sinks.double() @ keys[:, :, :sinks].mT * 0.3
+    found = native_ring_step(q, second, k, v, memory, rows, sinks, 0.3)
+    assert error(found.double(), scores.softmax(-1) @ values) <= 2e-6
+    assert torch.equal(memory.k, after_k)
+    assert torch.equal(memory.v, after_v)
 
 
 def test_the_query_of_the_sinks_has_its_gradient(block):

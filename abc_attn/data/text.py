@@ -94,7 +94,7 @@ class Corpus:
         tokens = self.tokens[split][:count]
         if len(tokens) == len(self.tokens[split]):
             return tokens, self.words[split]
-        lines = self.tokenizer.decode(tokens.tolist()).replace(END, "\n").split("\n")
+        lines = str(self.tokenizer.decode(tokens.tolist())).replace(END, "\n").split("\n")
         return tokens, sum(len(line.split()) for line in lines) + len(lines) - 1
 
 

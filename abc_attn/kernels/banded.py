@@ -27,6 +27,7 @@ from abc_attn.core import (
     query_scale,
     working_dtype,
 )
+from abc_attn.kernels.native import native_ring_step
 
 # Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
 # time instead of 64 and is slower again (measured with n from 16 to 508, d = 64, forward and backward).
@@ -133,6 +134,10 @@ def _one_token(
     in_place: bool,
 ) -> tuple[Tensor, Memory]:
     """One row of the memory is replaced, and the memory is read as it lies: a softmax knows no order."""
+    if in_place and place.full and not dropout and key_padding_mask is None and band.dilation == 1:
+        out = native_ring_step(q, to_sinks, k, v, memory, place.row, band.sinks, scale)
+        if out is not None:
+            return out, memory
     padding = None if key_padding_mask is None else key_padding_mask[:, None, :, None]
 
     def put(part: Tensor, new: Tensor) -> Tensor:

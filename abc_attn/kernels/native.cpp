@@ -36,6 +36,15 @@ struct Args {
     float *d_q, *d_k, *d_v, *d_phi, *d_log_decay;
 };
 
+// A token for every row of a memory that holds tokens as they are; fp32, d and e whole vectors.
+struct Ring {
+    int64_t rows, heads, g, n, d, e, sinks, threads;
+    float scale;
+    const float *q, *to_sinks, *k, *v;  // to_sinks: what the first `sinks` rows are read by, or null
+    const int64_t *at;                  // where the token goes, for each of the batch
+    float *memory_k, *memory_v, *out;
+};
+
 enum { SEGMENT = 256 };  // tokens between checkpoints
 
 // One token of which no gradient is asked, as in decoding.
@@ -53,6 +62,7 @@ namespace avx512 {
 #include "native_vectors.h"
 #include "native_forward.h"
 #include "native_backward.h"
+#include "native_ring.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -65,6 +75,7 @@ namespace avx2 {
 #include "native_vectors.h"
 #include "native_forward.h"
 #include "native_backward.h"
+#include "native_ring.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -77,6 +88,7 @@ namespace portable {
 #include "native_vectors.h"
 #include "native_forward.h"
 #include "native_backward.h"
+#include "native_ring.h"
 }
 
 typedef void (*Pass)(const Args *, int64_t, float *);
@@ -86,11 +98,13 @@ struct Kind {
     Pass forward, forward_whole, backward, backward_whole, step;
     size_t (*scratch)(const Args *);
     int64_t (*checkpoints)(const Args *);
+    void (*ring)(const Ring *, int64_t, float *);
+    size_t (*ring_scratch)(const Ring *);
 };
 
 #define KIND(isa)                                                                                             \
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
-     isa::checkpoint_floats}
+     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch}
 
 static Kind best() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -110,34 +124,46 @@ static const Kind &kind() {
     return chosen;
 }
 
-struct Team {
-    const Args *args;
-    std::atomic<int64_t> next;
-    std::atomic<int> failed;
-};
-
-static void work(void *data) {
-    Team *team = (Team *)data;
-    float *scratch = (float *)malloc(kind().scratch(team->args) * sizeof(float));
-    if (!scratch) {
-        team->failed = 1;
-        return;
-    }
-    const Args *a = team->args;
-    const Kind &use = kind();
-    Pass run = is_step(a)    ? use.step
-               : a->backward ? (a->causal ? use.backward : use.backward_whole)
-                             : (a->causal ? use.forward : use.forward_whole);
-    for (int64_t row; (row = team->next++) < team->args->rows;) run(team->args, row, scratch);
-    free(scratch);
-}
-
 // torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 static Parallel parallel() {
     static const Parallel found = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
     return found;
+}
+
+// The rows of a call, shared out among threads that take the next ones when they are done.
+template <class Call>
+struct Team {
+    const Call *args;
+    void (*run)(const Call *, int64_t, float *);
+    size_t scratch;  // floats
+    int64_t block;   // rows to take at a time
+    std::atomic<int64_t> next;
+    std::atomic<int> failed;
+
+    static void work(void *data) {
+        Team *team = (Team *)data;
+        // Aligned to lines of the cache: a vector that straddles two costs two loads.
+        float *scratch = (float *)aligned_alloc(64, (team->scratch * sizeof(float) + 63) / 64 * 64);
+        if (!scratch) {
+            team->failed = 1;
+            return;
+        }
+        const int64_t rows = team->args->rows, block = team->block;
+        for (int64_t row; (row = team->next.fetch_add(block)) < rows;)
+            for (int64_t stop = row + block < rows ? row + block : rows; row < stop; row++) team->run(team->args, row, scratch);
+        free(scratch);
+    }
+};
+
+template <class Call>
+static int share_out(const Call *args, void (*run)(const Call *, int64_t, float *), size_t scratch, int64_t block) {
+    Team<Call> team{args, run, scratch, block, {0}, {0}};
+    int64_t threads = args->threads < args->rows ? args->threads : args->rows;
+    if (threads > 1 && parallel()) parallel()(Team<Call>::work, &team, (unsigned)threads, 0);
+    else Team<Call>::work(&team);
+    return team.failed;
 }
 
 // Large results are new memory, and its pages cost more than the arithmetic where each is 4 kB: ask for large ones.
@@ -160,12 +186,15 @@ int abc_run(const Args *args) {
         large_pages(args->out, queries * args->e), large_pages(args->scores, queries * args->n);
         large_pages(args->checkpoints, args->checkpoints ? kind().checkpoints(args) : 0);
     }
-    Team team{args, {0}, {0}};
-    int64_t threads = args->threads < args->rows ? args->threads : args->rows;
-    if (threads > 1 && parallel()) parallel()(work, &team, (unsigned)threads, 0);
-    else work(&team);
-    return team.failed;
+    const Kind &use = kind();
+    Pass run = is_step(args)    ? use.step
+               : args->backward ? (args->causal ? use.backward : use.backward_whole)
+                                : (args->causal ? use.forward : use.forward_whole);
+    // Steps are short and read the memory of one row after the other; a pass is long, and the last ones should end together.
+    const int64_t block = is_step(args) ? (args->rows + 4 * args->threads - 1) / (4 * args->threads) : 1;
+    return share_out(args, run, use.scratch(args), block);
 }
+int abc_ring(const Ring *args) { return share_out(args, kind().ring, kind().ring_scratch(args), 1); }
 const char *abc_kind() { return kind().name; }
 int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
 int abc_threads() { return parallel() != nullptr; }

@@ -40,11 +40,23 @@ _BEFORE = ("old_k", "old_v", "old_mass", "old_total")
 _AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
+_RING_SIZES = ("rows", "heads", "g", "n", "d", "e", "sinks", "threads")
+_RING_POINTERS = ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out")
+
+
 class _Args(ctypes.Structure):  # struct Args of native.cpp
     _fields_ = (
         *((name, ctypes.c_int64) for name in _SIZES),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in _POINTERS),
+    )
+
+
+class _Ring(ctypes.Structure):  # struct Ring of native.cpp
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _RING_SIZES),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _RING_POINTERS),
     )
 
 
@@ -113,6 +125,36 @@ def native_mean(
     core.write and core.read, in one."""
     options = (True, False, mask_empty, causal, query_scale(q, scale))
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
+
+
+def native_ring_step(
+    q: Tensor,
+    to_sinks: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    row: Tensor,
+    sinks: int,
+    scale: float,
+) -> Tensor | None:
+    """One token of each of a batch: it replaces `row` `b` of the memory, in place, which is then read as a whole.
+
+    `to_sinks`, if given, reads the first `sinks` rows in the place of q. None where the kernel does not apply.
+    """
+    n, d, e = *memory.k.shape[2:], memory.v.shape[3]
+    if d % 16 or e % 16 or not applies(q, to_sinks, k, v, memory.k, memory.v):
+        return None
+    if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
+        return None
+    heads = k.shape[1]
+    sizes = (len(k) * heads, heads, q.shape[1] // heads, n, d, e, sinks, torch.get_num_threads())
+    out = v.new_empty(*q.shape[:3], e)
+    # A copy must live until the call is over, so all are kept here.
+    given = [None if x is None else x.contiguous() for x in (q, to_sinks, k, v, row)]
+    pointers = [None if x is None else x.data_ptr() for x in (*given, memory.k, memory.v, out)]
+    if _library().abc_ring(ctypes.byref(_Ring(*sizes, scale, *pointers))):
+        raise MemoryError("the native kernels could not allocate their scratch memory")
+    return out
 
 
 def _run(

@@ -99,7 +99,7 @@ class Recipe:
         if settings.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, got {settings.task!r}")
         if settings.eval_tokens is not None and settings.eval_tokens < 1:
-            raise ValueError(f"eval_tokens must be at least 1, got {settings.eval_tokens}; leave it out for all of them")
+            raise ValueError(f"eval_tokens must be at least 1, got {settings.eval_tokens}; leave it out for all")
         if settings.carry_state and self.values.get("layerdrop"):
             raise ValueError("carry_state needs every layer to read every token: leave out layerdrop")
         if settings.carry_state and settings.task != "language-modelling":
