@@ -80,7 +80,8 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                 memcpy(to, s.plain, np * dp * 4), memcpy(to + np * dp, s.turned, ep * np * 4);
                 memcpy(to + np * dp + ep * np, s.mass, np * 4);
                 w.tokens(from, length);
-                if (from + length < stop || segment == segments - 1) w.advance(s, length);
+                if (from + length < stop || segment == segments - 1)
+                    w.advance_turned(s, length), w.advance_plain(s, length);
             }
         }
         if (segment == segments - 1)

@@ -30,7 +30,7 @@ struct Row {
     float *room;  // scratch, handed out by `take`
     size_t taken;
     const float *keys, *values;  // of the piece
-    float *next, *kb, *kT, *vb, *cT;
+    float *next, *before, *sums, *best, *total, *kb, *kT, *vb, *cT;
     float *first_c;
     size_t kept_rows;
     float *shrink, *x, *c, *inverse, *allow, *cumulative;  // of the piece, in `kept_rows` rows for each
@@ -58,7 +58,7 @@ struct Row {
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        next = take(np), kb = take(piece * dp), kT = take(dp * piece), vb = take(piece * ep), cT = take(np * piece);
+        next = take(np), before = take(np), sums = take(np), best = take(piece), total = take(piece), kb = take(piece * dp), kT = take(dp * piece), vb = take(piece * ep), cT = take(np * piece);
         kept_rows = a->backward ? SEGMENT : piece;
         first_c = take(6 * kept_rows * np);
         piece_at(0);
@@ -144,23 +144,22 @@ struct Row {
         const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
         for (int j = 0; j < np; j += VL) {
             vec old = load(s.top + j), top = load(next + j);
-            vec against = top == splat(-INFINITY) ? zero : top;
-            vec factor = old == top ? one : vexp(old - against), before, sum = zero;
-            for (int l = 0; l < VL; l++) {
-                s.total[j + l] *= factor[l];
-                before[l] = (float)s.total[j + l];
-            }
+            store(shrink + j, old == top ? one : vexp(old - (top == splat(-INFINITY) ? zero : top)));
+            store(s.top + j, top);
+        }
+        for (int j = 0; j < np; j++) s.total[j] *= shrink[j], before[j] = (float)s.total[j];
+        for (int j = 0; j < np; j += VL) {
+            vec top = load(next + j), against = top == splat(-INFINITY) ? zero : top, start = load(before + j), sum = zero;
             for (int i = 0; i < length; i++) {
                 vec weight = vexp(load(logs + i * np + j) - against);
                 sum += weight;
-                vec all = before + sum;
+                vec all = start + sum;
                 store(c + i * np + j, weight);
                 if (a->causal || i == length - 1) store(x + i * np + j, all > zero ? reciprocal(all) : zero);
             }
-            for (int l = 0; l < VL; l++) s.total[j + l] += sum[l];
-            store(s.top + j, top);
-            store(shrink + j, factor);
+            store(sums + j, sum);
         }
+        for (int j = 0; j < np; j++) s.total[j] += sums[j];
     }
 
     void decay_coefficients(const Carry &s, int64_t from, int length) {
@@ -220,12 +219,17 @@ struct Row {
         transpose(piece, width, from, width, to, piece);
     }
 
-    // The sums after the piece.
-    void advance(Carry &s, int length) const {
-        const bool v_turned = s.values_turned;
-        product<true>(v_turned ? e : d, np, length, v_turned ? values : keys, 1, v_turned ? ep : dp, c, np, s.turned, np);
-        product<true>(n, v_turned ? dp : ep, length, c, 1, np, v_turned ? keys : values, v_turned ? dp : ep, s.plain,
-                      v_turned ? dp : ep);
+    // The sums after the piece: of what is held transposed, and of the rest.
+    template <class Between = Nothing>
+    void advance_turned(Carry &s, int length, Between &&between = {}) const {
+        const bool v = s.values_turned;
+        product<true>(v ? e : d, np, length, v ? values : keys, 1, v ? ep : dp, c, np, s.turned, np, between);
+    }
+
+    template <class Between = Nothing>
+    void advance_plain(Carry &s, int length, Between &&between = {}) const {
+        const int width = s.values_turned ? dp : ep;
+        product<true>(n, width, length, c, 1, np, s.values_turned ? keys : values, width, s.plain, width, between);
         for (int j = 0; j < np; j += VL) {
             vec sum = load(s.mass + j);
             for (int i = 0; i < length; i++) sum += load(c + i * np + j);
@@ -262,50 +266,52 @@ struct Row {
     }
 
     // p, the softmax of the scores x z: z becomes p x. `x` and `allow` may be null: ones, all visible.
+    // Step by step over all rows: in no step does one row wait for another.
     void weigh(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+        const int all = length * np;
+        const float scale = a->scale;
+        if (x)
+            for (int l = 0; l < all; l += VL) store(z + l, load(z + l) * scale * load(x + l));
+        else
+            for (int l = 0; l < all; l += VL) store(z + l, load(z + l) * scale);
+        for (int l = 0; allow && l < all; l += VL) store(z + l, load(z + l) + load(allow + l));
+        for (int i = 0; scores && i < length; i++) memcpy(scores + (int64_t)i * n, z + i * np, n * sizeof(float));
         switch (np / VL) {
-            case 1: return weigh_rows<1>(length, z, x, allow, scores, lse);
-            case 2: return weigh_rows<2>(length, z, x, allow, scores, lse);
-            case 4: return weigh_rows<4>(length, z, x, allow, scores, lse);
-            case 8: return weigh_rows<8>(length, z, x, allow, scores, lse);
-            default: return weigh_rows<0>(length, z, x, allow, scores, lse);
+            case 1: softmax_rows<1>(length, z); break;
+            case 2: softmax_rows<2>(length, z); break;
+            case 4: softmax_rows<4>(length, z); break;
+            case 8: softmax_rows<8>(length, z); break;
+            default: softmax_rows<0>(length, z);
         }
+        for (int i = 0; lse && i < length; i++) lse[i] = total[i] == 0 ? -INFINITY : best[i] + logf(total[i]);
+        for (int l = 0; x && l < all; l += VL) store(z + l, load(z + l) * load(x + l));
     }
 
-    template <int J>  // vectors in a row, which then stay in registers; 0: any number
-    void weigh_rows(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
-        const int vectors = J ? J : np / VL;
-        vec held[J ? J : 1];
-        for (int i = 0; i < length; i++, z += np) {
-            auto put = [&](int j, vec y) __attribute__((always_inline)) { J ? void(held[J ? j : 0] = y) : store(z + j * VL, y); };
-            auto get = [&](int j) __attribute__((always_inline)) { return J ? held[J ? j : 0] : load(z + j * VL); };
-            vec top = splat(-INFINITY), total = {};
+    template <int J>  // vectors in a row, which are then unrolled; 0: any number
+    void softmax_rows(int length, float *z) const {
+        const int vectors = J ? J : np / VL, width = vectors * VL;
+        for (int i = 0; i < length; i++) {
+            vec top = load(z + i * width);
+#pragma GCC unroll 8
+            for (int j = 1; j < vectors; j++) top = vmax(top, load(z + i * width + j * VL));
+            const float high = highest(top);
+            best[i] = high == -INFINITY ? 0 : high;
+        }
+        for (int i = 0; i < length; i++) {
+            vec weights = {};
 #pragma GCC unroll 8
             for (int j = 0; j < vectors; j++) {
-                vec score = load(z + j * VL) * a->scale;
-                if (x) score *= load(x + i * np + j * VL);
-                if (allow) score += load(allow + i * np + j * VL);
-                put(j, score);
-                top = vmax(top, score);
+                float *at = z + i * width + j * VL;
+                vec weight = vexp(load(at) - best[i]);
+                weights += weight;
+                store(at, weight);
             }
-            const float best = highest(top), against = best == -INFINITY ? 0 : best;
-            if (scores) {
-                float *to = scores + (int64_t)i * n;
-                for (int j = 0; j < vectors; j++)
-                    if (j * VL + VL <= n) store(to + j * VL, get(j));
-                    else for (int l = 0; j * VL + l < n; l++) to[j * VL + l] = get(j)[l];
-            }
+            total[i] = sum(weights);
+        }
+        for (int i = 0; i < length; i++) {
+            const float norm = total[i] == 0 ? 0 : 1 / total[i];
 #pragma GCC unroll 8
-            for (int j = 0; j < vectors; j++) {
-                vec weight = vexp(get(j) - against);
-                total += weight;
-                put(j, weight);
-            }
-            const float all = sum(total), norm = all == 0 ? 0 : 1 / all;
-            if (lse) lse[i] = all == 0 ? -INFINITY : against + logf(all);
-#pragma GCC unroll 8
-            for (int j = 0; j < vectors; j++)
-                store(z + j * VL, x ? get(j) * norm * load(x + i * np + j * VL) : get(j) * norm);
+            for (int j = 0; j < vectors; j++) store(z + i * width + j * VL, load(z + i * width + j * VL) * norm);
         }
     }
 
@@ -409,6 +415,28 @@ static void features(const Row &w, const float *mass, int length, const float *f
     }
 }
 
+// Brings the tokens of the next piece nearer while this one is multiplied. The processor follows a stream of addresses
+// only to the end of a page, and a piece is about a page of each tensor.
+struct Ahead {
+    const char *at[4], *end[4];
+    int stream = 0;
+
+    Ahead(const Row &w, int64_t from, int64_t stop) {
+        const float *const streams[] = {w.phi, w.k, w.q, w.v};
+        const int widths[] = {w.n, w.d, w.a->linear ? w.n : w.d, w.e};
+        for (int i = 0; i < 4; i++)
+            at[i] = (const char *)(streams[i] + from * widths[i]), end[i] = (const char *)(streams[i] + stop * widths[i]);
+    }
+
+    void operator()() {
+        for (int lines = 12; lines && stream < 4; lines--) {
+            __builtin_prefetch(at[stream], 0, 2);
+            at[stream] += 64;
+            stream += at[stream] >= end[stream];
+        }
+    }
+};
+
 static void forward_row(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
@@ -433,41 +461,48 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                 if (!a->linear) w.turn(w.keys, w.kb, length, dp, w.kT);
                 transpose(piece, np, w.c, np, w.cT, piece);
             }
+            const int64_t after = from + length;
+            Ahead ahead(w, after, after + piece < t ? after + piece : t);
             for (int64_t group = 0; group < a->g; group++) {
                 const int64_t at = (row * a->g + group) * t + from;
+                const bool last = group == a->g - 1;
                 const float *q = w.q + (group * t + from) * (a->linear ? n : d);
-                if (a->linear) features(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
+                if (a->linear) {
+                    features(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
+                    if (last) w.advance_turned(s, length, ahead);
+                }
                 else {
-                    product(length, np, d, q, d, 1, s.turned, np, z, np);
                     if (length > 1) {
-                        product<false, CORNER>(length, piece, d, q, d, 1, w.kT, piece, pairs, piece);
+                        products(length, np, d, q, d, s.turned, np, z, np, piece, {w.kT, pairs});
                         lower(pairs, length, piece);
                         product<true, LOWER>(length, np, length, pairs, piece, 1, w.c, np, z, np);
                     } else {
+                        product(length, np, d, q, d, 1, s.turned, np, z, np);
                         float dot = 0;
                         for (int j = 0; j < d; j++) dot += q[j] * w.keys[j];
                         for (int j = 0; j < np; j += VL) store(z + j, load(z + j) + load(w.c + j) * dot);
                     }
+                    if (last) w.advance_turned(s, length, ahead);  // at once, while the sums are near
                     w.weigh(length, z, w.x, w.masked() ? w.allow : nullptr, a->scores ? a->scores + at * n : nullptr,
                             a->lse ? a->lse + at : nullptr);
                 }
                 float *to = e == ep ? a->out + at * e : ob;
-                product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
                 if (length > 1) {
-                    product<false, CORNER>(length, piece, n, z, np, 1, w.cT, piece, pairs, piece);
+                    products(length, ep, n, z, np, s.plain, ep, to, ep, piece, {w.cT, pairs});
                     lower(pairs, length, piece);
                     product<true, LOWER>(length, ep, length, pairs, piece, 1, w.values, ep, to, ep);
                 } else {
+                    product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
                     vec dot = {};
                     for (int j = 0; j < np; j += VL) dot += load(z + j) * load(w.c + j);
                     const float own = sum(dot);
                     for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
                 }
+                if (last) w.advance_plain(s, length, ahead);
                 for (int i = 0; a->linear && i < length; i++)  // last: what is divided is as small as what divides it
                     for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[i]));
                 for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
             }
-            w.advance(s, length);
         }
     }
     w.leave(s, row);
@@ -490,7 +525,7 @@ static void forward_whole(const Args *a, int64_t row, float *scratch) {
         for (int64_t end = from + whole; from < end; from += length) {
             w.coefficients(s, from, length);
             w.tokens(from, length);
-            w.advance(s, length);
+            w.advance_turned(s, length), w.advance_plain(s, length);
         }
     }
     w.leave(s, row);

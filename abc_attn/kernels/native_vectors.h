@@ -103,34 +103,51 @@ static constexpr int rows_of_tile(int columns) {
     return VL == 16 ? (columns == 4 ? 6 : columns == 2 ? 8 : 16) : columns == 2 ? 6 : 8;
 }
 
-template <int M, int N, bool add>
+// A second product with the same A, of one vector of columns: its tiles are too narrow to be fast by themselves.
+struct Beside {
+    const float *b;
+    float *c;
+};
+
+template <int M, int N, bool add, bool two = false>
 static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc) {
-    vec acc[M][N];
+                        ptrdiff_t ldc, Beside beside = {}) {
+    vec acc[M][N], other[two ? M : 1];
 #pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
+    for (int i = 0; i < M; i++) {
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) acc[i][j] = add ? load(c + i * ldc + j * VL) : (vec){};
+        if (two) other[i] = (vec){};
+    }
     for (ptrdiff_t k = 0; k < K; k++, a += step, b += ldb) {
-        vec right[N];
+        vec right[N], last;
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) right[j] = load(b + j * VL);
+        if (two) last = load(beside.b + k * VL);
 #pragma GCC unroll 16
         for (int i = 0; i < M; i++) {
             vec left = splat(a[i * row]);
 #pragma GCC unroll 4
             for (int j = 0; j < N; j++) acc[i][j] += left * right[j];
+            if (two) other[i] += left * last;
         }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
+    for (int i = 0; i < M; i++) {
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
+        if (two) store(beside.c + i * VL, other[i]);
+    }
 }
 
-template <bool add = false, Shape shape = WHOLE>
+struct Nothing {
+    void operator()() const {}
+};
+
+// `between` is done before every tile.
+template <bool add = false, Shape shape = WHOLE, class Between = Nothing>
 static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb,
-                           float *c, ptrdiff_t ldc) {
+                           float *c, ptrdiff_t ldc, Between &&between = {}) {
     int j = 0;
     auto strips = [&](auto columns) __attribute__((always_inline)) {
         constexpr int C = decltype(columns)::value;
@@ -140,6 +157,7 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
                 constexpr int R = decltype(rows)::value;
                 for (; i + R <= M && !(R == 6 && M - i == 8); i += R) {  // 8 as 4 + 4: two rows make a poor tile
                     if (shape == CORNER && j >= i + R) continue;
+                    between();
                     int from = shape == UPPER ? i : 0, to = shape == LOWER ? i + R : K;
                     tile<R, C, add>(to - from, a + i * row + from * step, row, step, b + from * ldb + j, ldb,
                                     c + i * ldc + j, ldc);
@@ -149,6 +167,30 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
         }
     };
     strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
+}
+
+// C = A B and at once another product with A, whose rows are `columns` wide.
+static inline void products(int M, int N, int K, const float *a, ptrdiff_t row, const float *b, ptrdiff_t ldb, float *c,
+                            ptrdiff_t ldc, int columns, Beside beside) {
+    if (VL < 16 || columns != VL) {  // few registers, or not one vector
+        product(M, N, K, a, row, 1, b, ldb, c, ldc);
+        product<false, CORNER>(M, columns, K, a, row, 1, beside.b, columns, beside.c, columns);
+        return;
+    }
+    auto strip = [&](auto count) __attribute__((always_inline)) {
+        constexpr int C = decltype(count)::value;
+        int i = 0;
+        auto tiles = [&](auto rows) __attribute__((always_inline)) {
+            constexpr int R = decltype(rows)::value;
+            for (; i + R <= M; i += R)
+                tile<R, C, false, true>(K, a + i * row, row, 1, b, ldb, c + i * ldc, ldc, {beside.b, beside.c + i * VL});
+        };
+        tiles(Number<C == 4 ? 4 : 8>()), tiles(Number<4>()), tiles(Number<2>()), tiles(Number<1>());
+        product(M, N - C * VL, K, a, row, 1, b + C * VL, ldb, c + C * VL, ldc);
+    };
+    if (N >= 4 * VL) strip(Number<4>());
+    else if (N >= 2 * VL) strip(Number<2>());
+    else strip(Number<1>());
 }
 
 // Square tiles by butterflies: exchange the off-diagonal blocks of size 1, 2, 4, ...
