@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
+from abc_attn import CONTROLS
 from abc_attn.hf.models import BOUNDED
 
 VOCABULARY, PAD, END = 61, 1, 2
@@ -29,6 +31,24 @@ SIZES: dict[str, dict[str, Any]] = {
 SIZES["roberta"], SIZES["bart"] = SIZES["bert"], SIZES["marian"]
 CLASSES = sorted(BOUNDED, key=lambda cls: cls.__name__)
 GENERATING = [cls for cls in CLASSES if cls.can_generate()]
+
+# One class for each family, which share their attention; BERT and RoBERTa as decoders.
+BODIES = [
+    transformers.LlamaForCausalLM,
+    transformers.GPT2LMHeadModel,
+    transformers.BertLMHeadModel,
+    transformers.RobertaForCausalLM,
+    transformers.MarianMTModel,
+    transformers.BartForConditionalGeneration,
+]
+# Every control that can decode, by name, slots and options.
+SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "softmax": None}
+ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
+SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
+SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
+KINDS_OF_DROPOUT = """dropout attention_dropout activation_dropout hidden_dropout_prob attention_probs_dropout_prob
+    resid_pdrop embd_pdrop attn_pdrop"""
+NO_DROPOUT = dict.fromkeys(KINDS_OF_DROPOUT.split(), 0.0)
 
 
 def source(cls: type, **changed: Any) -> Any:

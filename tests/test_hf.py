@@ -7,7 +7,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import CLASSES, GENERATING, batch, inputs, outputs, source  # noqa: E402
+from hf_sources import (  # noqa: E402
+    BODIES,
+    CLASSES,
+    GENERATING,
+    ONLINE,
+    SLOTS,
+    SPECS,
+    batch,
+    inputs,
+    outputs,
+    source,
+)
 
 from abc_attn import CONTROLS  # noqa: E402
 from abc_attn.hf import convert  # noqa: E402
@@ -40,20 +51,7 @@ def test_a_large_enough_memory_generates_the_same(cls, control, beams):
     assert torch.equal(convert(original, control).generate(**batch(left=True), num_beams=beams), expected)
 
 
-SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "softmax": None}
-ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
-SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
-SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
 every_control = pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
-# One class for each family, which share their attention; BERT and RoBERTa as decoders.
-BODIES = [
-    transformers.LlamaForCausalLM,
-    transformers.GPT2LMHeadModel,
-    transformers.BertLMHeadModel,
-    transformers.RobertaForCausalLM,
-    transformers.MarianMTModel,
-    transformers.BartForConditionalGeneration,
-]
 every_body = pytest.mark.parametrize("cls", BODIES, ids=lambda cls: cls.__name__)
 
 

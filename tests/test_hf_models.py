@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import CLASSES, batch, inputs, outputs, source  # noqa: E402
+from hf_sources import BODIES, CLASSES, SPECS, batch, inputs, outputs, source  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
@@ -145,25 +145,29 @@ def test_half_precision_keeps_the_memory_whole():
 # Training. The script is run by itself, and by torchrun in two processes.
 
 SCRIPT = """
-import sys, json, torch, transformers
+import sys, json, torch
 sys.path.insert(0, sys.argv[3])
-from hf_sources import source
+from hf_sources import BODIES, NO_DROPOUT, SPECS, source
 from abc_attn.hf import convert
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 folder, batch_size = sys.argv[1], int(sys.argv[2])
-model = convert(source(transformers.LlamaForCausalLM, attention_dropout=0.0), "window:3+mlp:4")
 ids = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
 data = [{"input_ids": row, "labels": row} for row in ids]
-losses = []
+losses = {}
 class Watch(TrainerCallback):
     def on_log(self, arguments, state, control, logs=None, **given):
-        if "loss" in logs: losses.append(logs["loss"])
+        if "loss" in logs: losses[case].append(logs["loss"])
 arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=batch_size, logging_steps=1,
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-3, seed=0,
     ddp_find_unused_parameters=False)
-trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
-trainer.train()
+for cls in BODIES:
+    for control, slots, options in SPECS:
+        case = f"{cls.__name__}, {control} {options}"
+        losses[case] = []
+        model = convert(source(cls, **NO_DROPOUT), control, slots, **options)
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
+        trainer.train()
 if trainer.is_world_process_zero():
     print(json.dumps(losses))
 """
@@ -183,9 +187,9 @@ def run_script(tmp_path, name, batch_size, *launcher):
     return json.loads(shown.stdout.strip().splitlines()[-1])
 
 
-def trainer(folder, steps, rows=8):
-    model = hf.convert(source(LLAMA), "window:3+mlp:4")
-    ids = torch.randint(3, 60, (rows, 10), generator=torch.Generator().manual_seed(0))
+def trainer(folder, steps, cls, control, slots, options):
+    model = hf.convert(source(cls), control, slots, **options)
+    ids = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
     arguments = transformers.TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=4, save_steps=1, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
@@ -193,17 +197,29 @@ def trainer(folder, steps, rows=8):
     return hf.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
 
 
-def test_training_resumes_and_a_finished_run_stays_as_it_is(tmp_path):
-    whole = trainer(tmp_path / "whole", 3)
+# All of them would take minutes: beyond this one they are run by `make test-hf`.
+QUICK = (LLAMA, ("window:3+mlp:4", None, {"gate": True}))
+TRAINED = [
+    pytest.param(
+        cls, *spec, marks=() if (cls, spec) == QUICK else pytest.mark.processes, id=f"{cls.__name__}-{spec[0]}"
+    )
+    for cls in BODIES
+    for spec in SPECS
+]
+
+
+@pytest.mark.parametrize(("cls", "control", "slots", "options"), TRAINED)
+def test_training_resumes_and_a_finished_run_stays_as_it_is(cls, control, slots, options, tmp_path):
+    whole = trainer(tmp_path / "whole", 3, cls, control, slots, options)
     whole.train()
     assert whole.state.global_step == 3
-    half = trainer(tmp_path / "half", 2)
+    half = trainer(tmp_path / "half", 2, cls, control, slots, options)
     half.train()
-    resumed = trainer(tmp_path / "half", 3)
+    resumed = trainer(tmp_path / "half", 3, cls, control, slots, options)
     resumed.train(resume_from_checkpoint=True)
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    finished = trainer(tmp_path / "half", 3)
+    finished = trainer(tmp_path / "half", 3, cls, control, slots, options)
     finished.train(resume_from_checkpoint=True)
     assert finished.state.global_step == 3
     for a, b in zip(resumed.model.parameters(), finished.model.parameters(), strict=True):
@@ -226,5 +242,7 @@ def test_two_processes_train_as_one(tmp_path):
         "localhost:0",
     ]
     together = run_script(tmp_path, "two", 2, *launcher)
-    assert len(alone) == 3
-    assert alone == pytest.approx(together, abs=2e-4)
+    assert len(alone) == len(BODIES) * len(SPECS)
+    for case, losses in alone.items():
+        assert len(losses) == 3
+        assert losses == pytest.approx(together[case], abs=2e-4), case

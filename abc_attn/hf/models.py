@@ -271,6 +271,9 @@ def _make_classes() -> dict[str, type]:
                 continue
             body = {"config_class": config, "__module__": __name__}
             body["__doc__"] = f"{original.__name__} with bounded attention."
+            # Where a forward takes **kwargs, Trainer lets it divide by the labels of all processes, unless told that it
+            # does not. Only `loss_function` does; the loss of any other is a mean, doubled by two processes.
+            body["accepts_loss_kwargs"] = "loss_function" in inspect.unwrap(original.forward).__code__.co_names
             bounded = type(f"Bounded{family}{kind}", (BoundedModel, original), body)
             auto.register(config, bounded)
             BOUNDED[original] = made[bounded.__name__] = bounded
