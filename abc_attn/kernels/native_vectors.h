@@ -14,7 +14,7 @@ static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
 #endif
 
 // Lanes of a (0 to VL - 1) and of b (VL and on) in the given order.
-static inline vec shuffled(vec a, vec b, ivec order) {
+__attribute__((always_inline)) static inline vec shuffled(vec a, vec b, ivec order) {
 #ifdef __clang__  // which sees through the loop, and has no shuffle by a vector
     vec found;
     for (int l = 0; l < VL; l++) found[l] = order[l] < VL ? a[order[l]] : b[order[l] - VL];
