@@ -319,6 +319,7 @@ def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
     *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, _, _ = inputs
     _, *after, used, total, lse, scores, checkpoints = output
     ctx.mark_non_differentiable(used, scores, checkpoints)
+    ctx.set_materialize_grads(False)  # zeros as large as the scores and the checkpoints, for nothing
     ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale)
     # A causal pass goes back from its checkpoints, one that is not from the memory before and after.
     memories = () if causal else (mk, mv, mass, log_total, *after, total)
@@ -328,11 +329,18 @@ def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
 def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_):  # type: ignore[no-untyped-def]
     kept = ctx.saved_tensors  # asked for once: checkpointing recomputes it
     (*tokens, scores, lse, checkpoints), memories = kept[:9], kept[9:]
-    v, log_decay = tokens[2], tokens[4]
-    saved, state = (scores, lse, checkpoints), (d_out, d_lse, d_mk, d_mv, d_mass)
-    d_total = d_total if ctx.has_total else v.new_zeros(1, dtype=torch.float64)
+    q, k, v, phi, log_decay, _ = tokens
+    rows, n = k.shape[:2], phi.shape[-1]
+
+    def given(grad: Tensor | None, *shape: int) -> Tensor:
+        return v.new_zeros(shape) if grad is None else grad
+
+    memory = (given(d_mk, *rows, n, k.shape[-1]), given(d_mv, *rows, n, v.shape[-1]), given(d_mass, *rows, n))
+    state = (given(d_out, *q.shape[:3], v.shape[-1]), given(d_lse, 0), *memory)
+    if d_total is None or not ctx.has_total:
+        d_total = v.new_zeros(*rows, n, dtype=torch.float64)
     d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(
-        *tokens, memories[:4], memories[4:], *saved, *state, d_total, *ctx.options
+        *tokens, memories[:4], memories[4:], scores, lse, checkpoints, *state, d_total, *ctx.options
     )
     decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
     return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 7

@@ -266,8 +266,14 @@ struct Row {
     }
 
     // p, the softmax of the scores x z: z becomes p x. `x` and `allow` may be null: ones, all visible.
-    // Step by step over all rows: in no step does one row wait for another.
     void weigh(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+        for (int i = 0; i < length; i += 16)
+            weigh_rows(length - i < 16 ? length - i : 16, z + i * np, x ? x + i * np : nullptr, allow ? allow + i * np : nullptr,
+                       scores ? scores + (int64_t)i * n : nullptr, lse ? lse + i : nullptr);
+    }
+
+    // Step by step over rows that are near: in no step does one wait for another.
+    void weigh_rows(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
         const int all = length * np;
         const float scale = a->scale;
         if (x)

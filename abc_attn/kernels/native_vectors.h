@@ -13,12 +13,23 @@ static inline vec vmax(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m
 static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
 #endif
 
+// Lanes of a (0 to VL - 1) and of b (VL and on) in the given order.
+__attribute__((always_inline)) static inline vec shuffled(vec a, vec b, ivec order) {
+#ifdef __clang__  // which sees through the loop, and has no shuffle by a vector
+    vec found;
+    for (int l = 0; l < VL; l++) found[l] = order[l] < VL ? a[order[l]] : b[order[l] - VL];
+    return found;
+#else
+    return __builtin_shuffle(a, b, order);
+#endif
+}
+
 // x with its lanes turned by S: the step of a reduction over lanes.
 template <int S>
 static inline vec turned(vec x) {
     ivec order;
     for (int l = 0; l < VL; l++) order[l] = (l + S) % VL;
-    return __builtin_shuffle(x, order);
+    return shuffled(x, x, order);
 }
 
 __attribute__((always_inline)) static inline float sum(vec x) {
@@ -204,8 +215,8 @@ static inline void exchange(vec *v) {
     for (int i = 0; i < VL; i++)
         if (!(i & S)) {
             vec a = v[i], b = v[i + S];
-            v[i] = __builtin_shuffle(a, b, low);
-            v[i + S] = __builtin_shuffle(a, b, high);
+            v[i] = shuffled(a, b, low);
+            v[i + S] = shuffled(a, b, high);
         }
 }
 
