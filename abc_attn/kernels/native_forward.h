@@ -44,8 +44,8 @@ struct Row {
     void sizes(const Args *args) {
         a = args;
         n = a->n, d = a->d, e = a->e;
-        // Causal, forward pays most for the pairs of tokens in a piece, backward for the pieces. Else there are no pairs.
-        piece = !a->causal ? 64 : a->backward ? 32 : 16;
+        // Causal and forward, the pairs of tokens in a piece cost most. Else the pieces do; longer ones leave the caches.
+        piece = a->causal && !a->backward ? 16 : 32;
         np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
     }
 
@@ -425,17 +425,17 @@ static void features(const Row &w, const float *mass, int length, const float *f
 // only to the end of a page, and a piece is about a page of each tensor.
 struct Ahead {
     const char *at[4], *end[4];
-    int stream = 0;
+    int stream = 0, streams;
 
-    Ahead(const Row &w, int64_t from, int64_t stop) {
-        const float *const streams[] = {w.phi, w.k, w.q, w.v};
-        const int widths[] = {w.n, w.d, w.a->linear ? w.n : w.d, w.e};
+    Ahead(const Row &w, int64_t from, int64_t stop) : streams(w.a->causal ? 4 : 3) {
+        const float *const starts[] = {w.phi, w.k, w.v, w.q};
+        const int widths[] = {w.n, w.d, w.e, w.a->linear ? w.n : w.d};
         for (int i = 0; i < 4; i++)
-            at[i] = (const char *)(streams[i] + from * widths[i]), end[i] = (const char *)(streams[i] + stop * widths[i]);
+            at[i] = (const char *)(starts[i] + from * widths[i]), end[i] = (const char *)(starts[i] + stop * widths[i]);
     }
 
     void operator()() {
-        for (int lines = 12; lines && stream < 4; lines--) {
+        for (int lines = 12; lines && stream < streams; lines--) {
             __builtin_prefetch(at[stream], 0, 2);
             at[stream] += 64;
             stream += at[stream] >= end[stream];
@@ -531,7 +531,9 @@ static void forward_whole(const Args *a, int64_t row, float *scratch) {
         for (int64_t end = from + whole; from < end; from += length) {
             w.coefficients(s, from, length);
             w.tokens(from, length);
-            w.advance_turned(s, length), w.advance_plain(s, length);
+            const int64_t after = from + length;
+            Ahead ahead(w, after, after + piece < a->t ? after + piece : a->t);
+            w.advance_turned(s, length, ahead), w.advance_plain(s, length, ahead);
         }
     }
     w.leave(s, row);
