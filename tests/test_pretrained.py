@@ -27,6 +27,7 @@ from abc_attn.hf import BoundedCache, benchmark, convert, state_bytes  # noqa: E
 from abc_attn.provenance import commit, cpu  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
+COMMIT = commit()  # before the first result is written, which is a change
 DATA = Path(os.environ.get("ABC_ATTN_DATA", ROOT.parent / "shared" / "data"))
 STREAM = {"control": "global:4+window:508", "positions": "slot"}
 pytestmark = [pytest.mark.pretrained, pytest.mark.filterwarnings("default")]
@@ -68,7 +69,7 @@ def record(name: str, **found) -> None:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
     }
-    known[name] = found | {"with": versions | {"commit": commit(), "cpu": cpu()}}
+    known[name] = found | {"with": versions | {"commit": COMMIT, "cpu": cpu()}}
     file.write_text(json.dumps(known, indent=2) + "\n")
     print(f"\n{name}: {json.dumps(found)}")
 
