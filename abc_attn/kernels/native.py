@@ -139,15 +139,14 @@ def native_ring_step(
 ) -> Tensor | None:
     """One token of each of a batch: it replaces `row` `b` of the memory, in place, which is then read as a whole.
 
-    `to_sinks`, if given, reads the first `sinks` rows in the place of q. None where the kernel does not apply.
+    `to_sinks`, if given, reads the first `sinks` rows in the place of q. All have the memory's dtype. None where the
+    kernel does not apply.
     """
-    n, d, e = *memory.k.shape[2:], memory.v.shape[3]
-    if d % 16 or e % 16 or not applies(q, to_sinks, k, v, memory.k, memory.v):
+    batch, heads, n, d = memory.k.shape
+    e = memory.v.shape[3]
+    if d % 16 or e % 16 or not applies(memory.k) or not (memory.k.is_contiguous() and memory.v.is_contiguous()):
         return None
-    if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
-        return None
-    heads = k.shape[1]
-    sizes = (len(k) * heads, heads, q.shape[1] // heads, n, d, e, sinks, torch.get_num_threads())
+    sizes = (batch * heads, heads, q.shape[1] // heads, n, d, e, sinks, torch.get_num_threads())
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
     given = [None if x is None else x.contiguous() for x in (q, to_sinks, k, v, row)]
