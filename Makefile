@@ -13,7 +13,7 @@ endif
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
-	@echo "make bench          measure speed and memory into benchmarks/results (about half an hour; nothing else may run)"
+	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
 	@echo "make test           run the tests"
 	@echo "make check          run ruff and mypy"
 	@echo "make setup          build .venv only"

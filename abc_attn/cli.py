@@ -208,7 +208,7 @@ def add_benchmarks(parser: Parser) -> None:
     """The benchmarks of `abc-attn bench`, each with its sizes."""
     kinds = parser.add_subparsers(dest="benchmark", metavar="benchmark", required=True)
     summaries = {
-        "op": "causal attention, forward and forward + backward, over tokens (about 15 minutes)",
+        "op": "causal attention, forward and forward + backward, over tokens (6 to 16 minutes)",
         "decode": "one step of decoding over contexts, against a preallocated key/value cache",
         "encode": "non-causal attention of an encoder, the shape of the paper's Table 4",
         "scaling": "how time and peak memory grow with the tokens of one sequence",
