@@ -7,12 +7,9 @@ struct Slope {
     void enter(Row &w, int64_t row) {
         k = w.take(w.np * w.dp), v = w.take(w.np * w.ep), mass = w.take(w.np);
         memset(k, 0, (size_t)w.np * w.dp * 4), memset(v, 0, (size_t)w.np * w.ep * 4), memset(mass, 0, w.np * 4);
-        for (int i = 0; i < w.n; i++) {
-            const int64_t slot = row * w.n + i;
-            memcpy(k + i * w.dp, w.a->d_memory_k + slot * w.d, w.d * 4);
-            memcpy(v + i * w.ep, w.a->d_memory_v + slot * w.e, w.e * 4);
-            mass[i] = w.a->d_mass[slot];
-        }
+        copy_rows(w.n, w.d, w.a->d_memory_k + row * w.n * w.d, k, w.dp);
+        copy_rows(w.n, w.e, w.a->d_memory_v + row * w.n * w.e, v, w.ep);
+        memcpy(mass, w.a->d_mass + row * w.n, w.n * 4);
     }
 
     void scale(const Row &w, const float *by) {
@@ -32,7 +29,7 @@ struct Slope {
     void leave(const Row &w, int64_t row) const {
         for (int i = 0; i < w.n; i++) {
             const int64_t slot = row * w.n + i;
-            memcpy(w.a->d_memory_k + slot * w.d, k + i * w.dp, w.d * 4);
+            if (w.d) memcpy(w.a->d_memory_k + slot * w.d, k + i * w.dp, w.d * 4);
             memcpy(w.a->d_memory_v + slot * w.e, v + i * w.ep, w.e * 4);
             w.a->d_mass[slot] = mass[i];
         }

@@ -215,7 +215,7 @@ struct Row {
 
     // `... piece x width` transposed; rows that a short piece lacks may hold anything, but not lie outside the tensor.
     void turn(const float *from, float *room, int length, int width, float *to) const {
-        if (length < piece && from != room) memcpy(room, from, (size_t)length * width * 4), from = room;
+        if (length < piece && from != room && width) memcpy(room, from, (size_t)length * width * 4), from = room;
         transpose(piece, width, from, width, to, piece);
     }
 

@@ -234,7 +234,7 @@ static void transpose(int rows, int columns, const float *from, int ldf, float *
 }
 
 static void copy_rows(int rows, int width, const float *from, float *to, int ldt) {
-    for (int i = 0; i < rows; i++) {
+    for (int i = 0; width && i < rows; i++) {  // linear reads keep no keys
         memcpy(to + i * ldt, from + (size_t)i * width, width * sizeof(float));
         for (int j = width; j < ldt; j++) to[i * ldt + j] = 0;
     }
