@@ -67,7 +67,7 @@ test-sanitize: .venv/installed
 		-o $(SANITIZED)/abc_attn/kernels/_native$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
-		tests/test_native.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
+		tests/test_native.py tests/test_banded.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
 
 check: .venv/installed
 	@$(BIN)/ruff check .
