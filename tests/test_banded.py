@@ -247,6 +247,12 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
     assert error(found.double(), scores.softmax(-1) @ values) <= 2e-6
     assert torch.equal(memory.k, after_k)
     assert torch.equal(memory.v, after_v)
+    # What does not fit together is not touched.
+    shorter = memory._replace(v=memory.v[:, :, 1:].contiguous())
+    assert native_ring_step(q, second, k, v, shorter, rows, sinks, 0.3) is None
+    assert native_ring_step(q, second, k, v, memory, rows[:1], sinks, 0.3) is None
+    assert native_ring_step(q[:1], second, k, v, memory, rows, sinks, 0.3) is None
+    assert native_ring_step(q, second, k[:, :1], v, memory, rows, sinks, 0.3) is None
 
 
 def test_the_query_of_the_sinks_has_its_gradient(block):

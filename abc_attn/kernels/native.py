@@ -144,7 +144,13 @@ def native_ring_step(
     """
     batch, heads, n, d = memory.k.shape
     e = memory.v.shape[3]
-    if d % 16 or e % 16 or not applies(memory.k) or not (memory.k.is_contiguous() and memory.v.is_contiguous()):
+    if d % 16 or e % 16 or not applies(memory.k, memory.v):
+        return None
+    # What does not fit is left to torch, which says so: a state may come from a file.
+    shapes = (k.shape, v.shape, memory.v.shape[:3], row.numel(), len(q), q.shape[1] % heads, q.shape[2:])
+    if shapes != ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), batch, batch, 0, (1, d)):
+        return None
+    if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
         return None
     sizes = (batch * heads, heads, q.shape[1] // heads, n, d, e, sinks, torch.get_num_threads())
     out = v.new_empty(*q.shape[:3], e)

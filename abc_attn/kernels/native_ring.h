@@ -5,7 +5,7 @@
 static inline int64_t ring_ld(const Ring *a) { return (a->n + VL - 1) / VL * VL; }
 static size_t ring_scratch(const Ring *a) { return 4 * ring_ld(a); }
 
-// `count` weights by rows of values, C vectors of each.
+// Each query's weights by the rows of values, C vectors of each, in its share of their sum.
 template <int G, int C>
 static inline void ring_values(const Ring *a, const float *weights, int64_t ld, const float *values, float *out, const float *share) {
     vec acc[G][C] = {};
