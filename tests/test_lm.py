@@ -141,6 +141,25 @@ def test_positions_of_a_long_text_are_exact():
     assert math.isclose(far[0].item(), math.sin(10**6), abs_tol=1e-9)
 
 
+@pytest.mark.parametrize("position_period", [None, 256])
+def test_local_heads_start_by_looking_back(position_period):
+    model = tiny("softmax", hidden_size=64, local_heads=2, position_period=position_period).eval()
+    layer = model.layers[0]
+    positions = torch.arange(100, 140)[None]
+    x = layer.attention_norm(model._sinusoids(positions).float())  # a word's vector adds noise to all of them alike
+    q, k = (
+        project(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        for project in (layer.attention.q_proj, layer.attention.k_proj)
+    )
+    nearest = (q @ k.mT)[0].tril(-1).argmax(-1)
+    here = torch.arange(40)
+    for head in range(2):
+        assert torch.equal(nearest[head, 5:], here[5:] - 1 - head)
+    assert not torch.equal(nearest[2, 5:], here[5:] - 3)  # the other heads start as ever
+    words = model.vocabulary.embed(torch.arange(97)[None])[0] * 8
+    assert 0.7 < words.square().sum(-1).mean() / (64 / 2) < 1.4  # as long as a sinusoid
+
+
 def test_layer_dropout_leaves_out_layers_in_training_only():
     model = tiny(layerdrop=0.5, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, adaptive_dropout=0.0)
     words = torch.randint(97, (1, 6))
@@ -158,6 +177,7 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"hidden_size": 4}, "no width"),
         ({"dropout": 1.0}, "dropout must be in"),
         ({"position_period": 1}, "position_period"),
+        ({"local_heads": 5}, "num_attention_heads=4"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"control": "luna"}, "cannot be causal"),
     ],

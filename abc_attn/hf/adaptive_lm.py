@@ -36,6 +36,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
     position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
     that many tokens and never leave what training has seen, however long the text (the model must be trained with its
     state carried on). A multiple of the training length is sensible.
+    local_heads: so many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
+    long as the sinusoids. Without, small models need most of a short training to find the word before.
     """
 
     model_type = "adaptive_lm"
@@ -58,6 +60,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
     control_options: dict[str, Any] | None = None
     tie_control: bool = True  # one control for all layers, as in the paper
     position_period: int | None = None
+    local_heads: int = 0
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = 0
@@ -83,6 +86,11 @@ class AdaptiveLMConfig(PreTrainedConfig):
             raise ValueError(f"hidden_size must be even (a sine and a cosine each), got {self.hidden_size}")
         if self.position_period is not None and self.position_period < 2:
             raise ValueError(f"position_period must be at least 2 tokens, got {self.position_period}")
+        if not 0 <= self.local_heads <= self.num_attention_heads:
+            raise ValueError(
+                f"local_heads must be between 0 and num_attention_heads={self.num_attention_heads}, "
+                f"got {self.local_heads}"
+            )
         if not self.tie_word_embeddings:
             raise ValueError("AdaptiveLM ties its input and output vectors: leave out tie_word_embeddings")
 
@@ -230,11 +238,15 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
                     self._init_part_of_control(module, name, number)
                     return
         if isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+            halved = 2 if self.config.local_heads else 1
+            init.normal_(module.weight, std=(halved * module.embedding_dim) ** -0.5)
         elif isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
+            first = self.layers[0].attention
+            if self.config.local_heads and module in (first.q_proj, first.k_proj):
+                self._look_back(module.weight, turned=module is first.q_proj)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
@@ -248,6 +260,24 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
             started = dict(getattr(fresh, kind)(recurse=False))
             for key, tensor in getattr(part, kind)(recurse=False):
                 init.copy_(tensor, started[key])
+
+    def _look_back(self, weight: Tensor, turned: bool) -> None:
+        """The local heads start as the fastest sinusoids: keys as they are, queries turned 1, 2, ... tokens back.
+
+        q_i k_j then sums cos(speed (i - 1 - j)), which is highest at the token before, and so on.
+        """
+        width = self.config.hidden_size // self.config.num_attention_heads
+        fastest = torch.arange(width // 2)
+        sine, cosine = fastest, fastest + self.config.hidden_size // 2  # where a sinusoid's two numbers stand
+        started = weight.detach().clone()
+        for head in range(self.config.local_heads):
+            angle = self._speeds(weight.device)[fastest] * (head + 1 if turned else 0)
+            rows = started[head * width : head * width + 2 * len(fastest)].zero_()
+            rows[fastest, sine] = 2 * angle.cos().to(rows)
+            rows[fastest, cosine] = -2 * angle.sin().to(rows)
+            rows[fastest + len(fastest), sine] = 2 * angle.sin().to(rows)
+            rows[fastest + len(fastest), cosine] = 2 * angle.cos().to(rows)
+        init.copy_(weight, started)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.vocabulary
@@ -330,17 +360,21 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
 
     def _sinusoids(self, position: Tensor) -> Tensor:
         """[sin, cos] of D/2 angles of falling speed: b t -> b t D."""
+        if self.config.position_period is not None:
+            position = position % self.config.position_period
+        angle = position[..., None] * self._speeds(position.device)
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+    def _speeds(self, device: torch.device) -> Tensor:
+        """The sinusoids' angles per token: D/2."""
         count, period = self.config.hidden_size // 2, self.config.position_period
         # In fp64: at a million tokens an fp32 angle is wrong in its second digit.
-        ladder = torch.arange(count, dtype=torch.float64, device=position.device) / max(1, count - 1)
+        ladder = torch.arange(count, dtype=torch.float64, device=device) / max(1, count - 1)
         if period is None:
-            speed = torch.exp(ladder * -math.log(10000.0))
-        else:  # whole turns in `period` tokens, from period / 2 pi (the plain sinusoids' fastest) down to one
-            speed = (period / (2 * math.pi)) ** (1 - ladder)
-            speed = speed.round().clamp(min=1) * (2 * math.pi / period)
-            position = position % period
-        angle = position[..., None] * speed
-        return torch.cat([angle.sin(), angle.cos()], dim=-1)
+            return torch.exp(ladder * -math.log(10000.0))
+        # Whole turns in `period` tokens, from period / 2 pi (the plain sinusoids' fastest) down to one.
+        speed = (period / (2 * math.pi)) ** (1 - ladder)
+        return speed.round().clamp(min=1) * (2 * math.pi / period)
 
 
 AutoConfig.register(AdaptiveLMConfig.model_type, AdaptiveLMConfig)
