@@ -272,13 +272,13 @@ def test_causal_cluster_is_sequential_k_means(t, n, gated):
 
 # mlp
 
-ACTIVATIONS = {"exp": torch.exp, "relu": torch.relu, "sigmoid": torch.sigmoid}
+ACTIVATIONS = {"exp": torch.exp, "relu": torch.relu, "sigmoid": torch.sigmoid, "softmax": lambda x: x.softmax(-1)}
 
 
 def alphas(attn: BoundedAttention, x: Tensor) -> Tensor:
     """act(W_phi x), b h t n."""
     logits = torch.einsum("btm,hnm->bhtn", x, attn.control.proj.weight.view(HEADS, -1, EMBED))
-    return ACTIVATIONS[attn.control.activation](logits)
+    return ACTIVATIONS[attn.control.activation](logits / attn.control.temperature)
 
 
 def weighted_means(alpha: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Memories:
@@ -317,6 +317,22 @@ def test_mlp_normalised_as_it_writes_is_the_footnote():
         return read_each(q, [(K[:, :, t], V[:, :, t], torch.ones(3)) for t in range(T)])
 
     assert_form(attn, x, footnote)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_mlp_replaces_what_a_slot_held(activation, causal):
+    options = {"activation": activation, "normalization": "replace", "temperature": 0.5}
+    attn, x = attention("mlp", 3, causal=causal, **options), tokens()
+
+    def replaced(q, k, v):
+        share, K, V, memories = alphas(attn, x)[..., None], 0, 0, []
+        for t in range(T):
+            K, V = ((1 - share[:, :, t]) * A + share[:, :, t] * y[:, :, t, None] for A, y in ((K, k), (V, v)))
+            memories.append((K, V, torch.ones(3)))
+        return read_each(q, memories if causal else memories[-1:] * T)
+
+    assert_form(attn, x, replaced)
 
 
 def test_each_mlp_slot_is_attention_with_a_pseudo_query():

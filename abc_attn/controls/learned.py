@@ -12,25 +12,46 @@ from abc_attn.controls.base import Control, Gate, InnerState, register_control
 from abc_attn.core import Write, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
 
-ACTIVATIONS = ("exp", "relu", "sigmoid")
-NORMALIZATIONS = ("mean", "write")
+ACTIVATIONS = ("exp", "relu", "sigmoid", "softmax")
+NORMALIZATIONS = ("mean", "write", "replace")
+SHARES = ("sigmoid", "softmax")  # activations of which no alpha is above 1
 
 
 @register_control("mlp")
 class MLP(Control):
-    """ABC_MLP: alpha_t = act(W x_t); each slot is the alpha-weighted mean of the tokens so far."""
+    """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
+
+    Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in the
+    place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t], as gated slot attention does (Zhang et
+    al. 2024).
+    """
 
     paper = "4, B.1"
 
     def __init__(
-        self, slots: int, *, activation: str = "exp", normalization: str = "mean", gate: bool = False, **site: Any
+        self,
+        slots: int,
+        *,
+        activation: str = "exp",
+        normalization: str = "mean",
+        temperature: float = 1.0,
+        gate: bool = False,
+        **site: Any,
     ) -> None:
         super().__init__(slots, **site)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         if normalization not in NORMALIZATIONS:
             raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}")
-        self.activation, self.normalization = activation, normalization
+        if normalization == "replace" and activation not in SHARES:
+            raise ValueError(
+                f"normalization='replace' needs an activation of at most 1 ({', '.join(SHARES)}), got {activation!r}"
+            )
+        if normalization == "replace" and gate:
+            raise ValueError("normalization='replace' forgets what it replaces: leave out gate")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature!r}")
+        self.activation, self.normalization, self.temperature = activation, normalization, temperature
         self.mask_empty = activation == "relu"  # only there can a slot stay empty: all its alphas may be zero
         self.gate = Gate(self) if gate else None
         self.proj = nn.Linear(self.embed_dim, self.num_heads * slots, bias=False)  # W_phi, D -> h n
@@ -42,17 +63,24 @@ class MLP(Control):
         return self.normalization == "write"  # a sum of shares against a mean
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        if self.normalization == "replace":
+            return None
         return (empty_total(batch, heads, self.slots, like),)
 
     def logits(self, x: Tensor) -> Tensor:
-        """W_phi x: b t D -> b h t n."""
-        return self.proj(x).unflatten(-1, (self.num_heads, self.slots)).transpose(1, 2)
+        """W_phi x / temperature: b t D -> b h t n."""
+        return self.proj(x / self.temperature).unflatten(-1, (self.num_heads, self.slots)).transpose(1, 2)
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
-        assert state is not None
         log_alpha = self.log_alpha(x)
+        if self.normalization == "replace":
+            if key_padding_mask is not None:
+                log_alpha = log_alpha.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
+            alpha = log_alpha.exp().clamp(max=1 - 1e-4)  # where log(1 - alpha) has a gradient that numbers can hold
+            return Write(alpha, torch.log1p(-alpha)), None
+        assert state is not None
         gate = None if self.gate is None else self.gate(x)
         if self.normalization == "mean" or not self.causal:
             write, log_total = running_mean(log_alpha, state[0], key_padding_mask, gate, causal=self.causal)
@@ -70,6 +98,8 @@ class MLP(Control):
         logits = logits.to(memory_dtype(logits))
         if self.activation == "sigmoid":
             return F.logsigmoid(logits)
+        if self.activation == "softmax":
+            return logits.log_softmax(-1)
         if self.activation == "relu":
             positive = logits > 0
             return torch.where(positive, logits, 1).log().masked_fill(~positive, -torch.inf)
