@@ -15,15 +15,17 @@ from abc_attn.normaliser import empty_total, running_mean
 ACTIVATIONS = ("exp", "relu", "sigmoid", "softmax")
 NORMALIZATIONS = ("mean", "write", "replace")
 SHARES = ("sigmoid", "softmax")  # activations of which no alpha is above 1
+# At 1 log(1 - alpha) has no gradient, and near it a chunk of tokens decays too far to be computed as one.
+MOST_REPLACED = 0.9
 
 
 @register_control("mlp")
 class MLP(Control):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
-    Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in the
-    place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t], as gated slot attention does (Zhang et
-    al. 2024).
+    Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in
+    the place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t], as gated slot attention does
+    (Zhang et al. 2024).
     """
 
     paper = "4, B.1"
@@ -78,7 +80,7 @@ class MLP(Control):
         if self.normalization == "replace":
             if key_padding_mask is not None:
                 log_alpha = log_alpha.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
-            alpha = log_alpha.exp().clamp(max=1 - 1e-4)  # where log(1 - alpha) has a gradient that numbers can hold
+            alpha = log_alpha.exp().clamp(max=MOST_REPLACED)
             return Write(alpha, torch.log1p(-alpha)), None
         assert state is not None
         gate = None if self.gate is None else self.gate(x)
