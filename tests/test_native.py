@@ -57,6 +57,22 @@ def test_sizes(sizes):
     assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
 
 
+@pytest.mark.parametrize("t", [5, 41, 300])
+def test_decays_that_cut_chunks_anywhere(t):
+    """Now and then a token takes most of a slot's place: what can be computed as one piece ends wherever that is."""
+    q, k, v, logits = inputs(t=t)
+    alpha = (4 * logits).softmax(-1).clamp(max=0.99)
+    alpha[:, :, 3] = 0.0
+
+    def decayed(backend, dtype):
+        tensors = [x.to(dtype).requires_grad_() for x in (q, k, v, alpha, torch.log1p(-alpha))]
+        out, memory = scan(*tensors[:3], Write(*tensors[3:]), backend=backend)
+        grads = torch.autograd.grad(out.sin().sum() + memory.k.sin().sum() + memory.v.sin().sum(), tensors)
+        return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
+
+    assert_close(decayed("native", torch.float32), decayed("reference", torch.float64))
+
+
 def test_strides_do_not_matter():
     tensors = inputs()
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]  # as heads come out of a projection

@@ -66,11 +66,9 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
         recall(w, s, a->checkpoints + (row * segments + segment) * carry_floats(w));
         for (int i = 0; i < np; i++) unscale[i] = s.scale[i] == 0 ? 0 : 1 / s.scale[i];
         for (int64_t from = first; from < stop;) {
-            const int whole = (int)(stop - from < piece ? stop - from : piece);
-            w.piece_at(from - first);
-            const int length = w.length_of_piece(s, from, whole);
-            for (int64_t end = from + whole; from < end; from += length) {
+            for (int64_t end = from + piece < stop ? from + piece : stop, length; from < end; from += length) {
                 w.piece_at(from - first);
+                length = w.length_of_piece(s, from, end - from);
                 begins[pieces] = from, lengths[pieces] = length;
                 w.coefficients(s, from, length);
                 float *to = starts + pieces++ * sums;

@@ -93,39 +93,41 @@ struct Row {
         return used[slot];
     }
 
-    // Whether `length` tokens from `from` on can be one piece. For a running mean, finds the piece's `next` top too:
-    // a top stays until a weight is e^8 above it, so that the sums are seldom rescaled.
-    bool mild(const Carry &s, int64_t from, int length) {
-        if (a->mean) {
-            const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
-            ivec wide = {};
-            for (int j = 0; j < np; j += VL) {
-                vec top = load(s.top + j), first = load(logs + j), peak = first;
-                for (int i = 1; i < length; i++) peak = vmax(peak, load(logs + i * np + j));
-                vec moved = peak > top + 8.0f ? peak : top;
-                store(next + j, moved);
-                // not <=: a NaN, where the first is -inf and others are not, counts as wide
-                wide |= ~(moved - vmax(top, first) <= splat(30.0f)) & (moved != splat(-INFINITY));
-            }
-            int any = 0;
-            for (int l = 0; l < VL; l++) any |= wide[l];
-            return !any;
-        }
-        if (!ld) return true;
+    // How many of the next `room` tokens can be one piece.
+    int length_of_piece(const Carry &s, int64_t from, int room) {
+        if (a->mean) return tops(s, from, room) ? room : 1;
+        if (!ld) return room;
         for (int j = 0; j < n; j++) x[j] = 0;
-        for (int i = 1; i < length; i++)
-            for (int j = 0; j < n; j++) x[j] += ld[(from + i) * n + j];
-        for (int j = 0; j < n; j++)
-            if (!(x[j] >= -16.0f)) return false;
-        return true;
+        for (int i = 1; i < room; i++) {
+            bool wide = false;
+            for (int j = 0; j < n; j++) x[j] += ld[(from + i) * n + j], wide |= !(x[j] >= -16.0f);
+            if (wide) return i;
+        }
+        return room;
     }
 
-    int length_of_piece(const Carry &s, int64_t from, int whole) { return mild(s, from, whole) ? whole : 1; }
+    // A running mean: finds the `next` top of a piece, and whether that is near enough to all its weights.
+    // A top stays until a weight is e^8 above it, so that the sums are seldom rescaled.
+    bool tops(const Carry &s, int64_t from, int length) {
+        const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
+        ivec wide = {};
+        for (int j = 0; j < np; j += VL) {
+            vec top = load(s.top + j), first = load(logs + j), peak = first;
+            for (int i = 1; i < length; i++) peak = vmax(peak, load(logs + i * np + j));
+            vec moved = peak > top + 8.0f ? peak : top;
+            store(next + j, moved);
+            // not <=: a NaN, where the first is -inf and others are not, counts as wide
+            wide |= ~(moved - vmax(top, first) <= splat(30.0f)) & (moved != splat(-INFINITY));
+        }
+        int any = 0;
+        for (int l = 0; l < VL; l++) any |= wide[l];
+        return !any;
+    }
 
     // c and x of a piece, and what its read may see; the carry is brought to the piece's scale.
     void coefficients(Carry &s, int64_t from, int length) {
         if (a->mean) {
-            if (length == 1) mild(s, from, 1);
+            if (length == 1) tops(s, from, 1);
             mean_coefficients(s, from, length);
         } else
             decay_coefficients(s, from, length);
@@ -459,8 +461,8 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     for (int64_t from = 0; from < t;) {
         if (a->checkpoints && from % SEGMENT == 0)
             keep(w, s, a->checkpoints + (row * segments + from / SEGMENT) * carry_floats(w));
-        const int whole = (int)(t - from < piece ? t - from : piece), length = w.length_of_piece(s, from, whole);
-        for (int64_t end = from + whole; from < end; from += length) {
+        for (int64_t end = from + piece < t ? from + piece : t, length; from < end; from += length) {
+            length = w.length_of_piece(s, from, end - from);
             w.coefficients(s, from, length);
             w.tokens(from, length);
             if (length > 1) {
@@ -527,8 +529,8 @@ static void forward_whole(const Args *a, int64_t row, float *scratch) {
     memcpy(w.used, a->old_used + row * n, n);
     w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n, a->old_total + row * n);
     for (int64_t from = 0; from < a->t;) {
-        const int whole = (int)(a->t - from < piece ? a->t - from : piece), length = w.length_of_piece(s, from, whole);
-        for (int64_t end = from + whole; from < end; from += length) {
+        for (int64_t end = from + piece < a->t ? from + piece : a->t, length; from < end; from += length) {
+            length = w.length_of_piece(s, from, end - from);
             w.coefficients(s, from, length);
             w.tokens(from, length);
             const int64_t after = from + length;
