@@ -34,6 +34,8 @@ class Case(NamedTuple):
 VARIANTS = [
     Case("mlp:{n}", {"activation": "relu"}),
     Case("mlp:{n}", {"activation": "sigmoid"}),
+    Case("mlp:{n}", {"activation": "softmax", "temperature": 0.3}),
+    Case("mlp:{n}", {"activation": "softmax", "normalization": "replace", "temperature": 0.3}),
     Case("mlp:{n}", {"normalization": "write"}),
     Case("mlp:{n}", {"normalization": "write", "gate": True}),
     Case("mlp:{n}", {"activation": "relu", "gate": True}),
@@ -45,6 +47,7 @@ VARIANTS = [
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
     Case("window:{n}+mlp:{n}", {"gate": True}),
+    Case("window:3+dealt:{n}"),
     Case("global:3+window:{n}"),
     Case("global:2+window:{n}+random:{n}"),
     Case("global:{n}+compressive:{n}", {"every": 4}),
