@@ -47,7 +47,6 @@ VARIANTS = [
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
     Case("window:{n}+mlp:{n}", {"gate": True}),
-    Case("window:3+dealt:{n}"),
     Case("global:3+window:{n}"),
     Case("global:2+window:{n}+random:{n}"),
     Case("global:{n}+compressive:{n}", {"every": 4}),

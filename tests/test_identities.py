@@ -126,22 +126,6 @@ def test_window_over_a_whole_sequence_holds_its_last_tokens():
     assert_form(attention("window", 4, causal=False), tokens(), lambda q, k, v: attend(q, k[:, :, -4:], v[:, :, -4:]))
 
 
-# dealt
-
-
-def test_dealt_is_a_window_of_every_heads_own_tokens():
-    def own_windows(q, k, v):
-        heads = []
-        for head in range(HEADS):
-            own = torch.arange(20) % HEADS == head
-            rank = own.cumsum(0)  # how many of the head's own tokens there are up to each
-            mask = own & (distance(20) >= 0) & (rank[:, None] - rank < 3)
-            heads.append(attend(q[:, head], k[:, head], v[:, head], mask))
-        return torch.stack(heads, dim=1)
-
-    assert_form(attention("dealt", 3), tokens(20), own_windows)
-
-
 # dilated
 
 

@@ -117,23 +117,6 @@ class Dilated(Positional):
         return Write(phi, emptied(phi), (queue == reads[..., None])[:, None])
 
 
-@register_control("dealt")
-class Dealt(Positional):
-    """The last h n tokens, dealt like cards: token t enters a window of n slots in head t mod h, and no other head.
-
-    Not in the paper. All heads together remember h times as far back as each could; beside a window, which all of them
-    have, `window:16+dealt:48` finds a word again where 64 slots would have forgotten it.
-    """
-
-    mask_empty = True
-
-    def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
-        head = torch.arange(self.num_heads, device=position.device)[:, None]
-        mine = position[:, None] % self.num_heads == head  # b h t
-        phi = into_slot(position // self.num_heads % self.slots, self.slots, like) * mine[..., None]
-        return Write(phi, emptied(phi))
-
-
 @register_control("global")
 class Global(Positional):
     """Local-to-global attention: the first n tokens, or those at `positions`, or every `every`-th until n are held."""
