@@ -88,6 +88,14 @@ def test_maths_names_what_exists():
     assert {name for name, control in CONTROLS.items() if control.__module__.startswith("abc_attn.")} <= named
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "results").glob("table*/*.md")), ids=lambda page: page.parent.name)
+def test_the_docs_show_the_tables_that_were_measured(page):
+    shown = (ROOT / "docs" / "language-modelling.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert len(rows) > 2
+    assert set(rows) <= set(shown)
+
+
 @every_page
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
