@@ -30,7 +30,8 @@ TOGETHER = 8192  # tokens of windows that are read at once, as many windows as t
 
 def perplexity(nll: Tensor, words: int | None = None) -> float:
     """Of what `token_nll` found: per word, however many tokens a word is cut into, or per token if not told."""
-    return math.exp(float(nll.sum()) / (len(nll) if words is None else words))
+    mean = float(nll.sum()) / (len(nll) if words is None else words)
+    return math.exp(mean) if mean < 700 else math.inf
 
 
 def token_nll(

@@ -6,6 +6,7 @@ A row is a recipe in the table's folder, so adding one is adding a file. Rows th
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -144,22 +145,23 @@ def without_places(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"values": {key: value for key, value in record["values"].items() if key not in places}}
 
 
-def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float | None]]:
+def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float | str | None]]:
     """Perplexity on validation and test text: after each context, and streaming (None where the model cannot)."""
     folder = recipe.values["output_dir"]
     model, corpus = AutoModelForCausalLM.from_pretrained(folder), open_corpus(recipe)
-    figures: dict[str, dict[str, float | None]] = {}
+    figures: dict[str, dict[str, float | str | None]] = {}
     for split in ("validation", "test"):
         tokens, words = corpus.beginning(split, recipe.settings.eval_tokens)
         figures[split] = {}
         for context in contexts:
             started = time.monotonic()
-            found = perplexity(token_nll(model, tokens, window=recipe.settings.block_size, context=context), words)
-            figures[split][str(context)] = found
+            nll = token_nll(model, tokens, window=recipe.settings.block_size, context=context)
+            figures[split][str(context)] = figure = perplexity(nll, words)
             seconds = time.monotonic() - started
-            print(f"  {split}, context {context}: {found:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+            print(f"  {split}, context {context}: {figure:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
         endless = recipe.values.get("control", "mlp") not in ("softmax", "linformer")
-        figures[split]["stream"] = perplexity(token_nll(model, tokens), words) if endless else None
+        found = perplexity(token_nll(model, tokens), words) if endless else None
+        figures[split]["stream"] = "inf" if found == math.inf else found  # JSON has no infinity
         print(f"  {split}, streaming: {_figure([figures[split]['stream']])}", file=sys.stderr, flush=True)
     return figures
 
@@ -202,8 +204,8 @@ def markdown(table: str, scale: str, results: Path) -> str:
     )  # fmt: skip
 
 
-def _figure(found: Sequence[float | None]) -> str:
-    figures = [figure for figure in found if figure is not None]
+def _figure(found: Sequence[float | str | None]) -> str:
+    figures = [float(figure) for figure in found if figure is not None]
     if not figures:
         return "n/a"
     mean = f"{statistics.fmean(figures):.2f}"
