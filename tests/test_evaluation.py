@@ -84,3 +84,8 @@ def test_streaming_is_one_long_sequence(make, monkeypatch):
 def test_a_wrong_call_is_an_error(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite():
+    assert perplexity(torch.full((3,), 300.0), words=1) == math.inf
+    assert math.isclose(perplexity(torch.full((3,), 2.0), words=2), math.exp(3))
