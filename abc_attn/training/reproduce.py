@@ -209,4 +209,4 @@ def _figure(found: Sequence[float | str | None]) -> str:
     if not figures:
         return "n/a"
     mean = f"{statistics.fmean(figures):.2f}"
-    return mean if len(figures) == 1 else f"{mean} ({min(figures):.2f} to {max(figures):.2f})"
+    return mean if min(figures) == max(figures) else f"{mean} ({min(figures):.2f} to {max(figures):.2f})"
