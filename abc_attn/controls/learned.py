@@ -24,8 +24,8 @@ class MLP(Control):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
     Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in
-    the place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t], as gated slot attention does
-    (Zhang et al. 2024).
+    the place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t] with alpha_t at most 0.9, as
+    gated slot attention does (Zhang et al. 2024).
     """
 
     paper = "4, B.1"
