@@ -12,7 +12,7 @@ import torch
 from contract import error, gradient_error
 
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
-from abc_attn.kernels.native import LIBRARY, _forward, _parts
+from abc_attn.kernels.native import LIBRARY, _forward, _parts, native_rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -73,6 +73,17 @@ def test_decays_that_cut_chunks_anywhere(t):
         return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
 
     assert_close(decayed("native", torch.float32), decayed("reference", torch.float64))
+
+
+@pytest.mark.parametrize("d", [2, 6, 64])
+def test_one_token_is_rotated_as_torch_would(d):
+    x, cos, sin = torch.randn(3, 5, 1, d), torch.randn(3, 1, 1, d), torch.randn(3, 1, 1, d)
+    torch.testing.assert_close(native_rotate(x, cos, sin), x * cos + x.roll(d // 2, -1) * sin)
+    apart = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(native_rotate(apart, cos, sin), native_rotate(x, cos, sin))
+    for unfit in (cos[:1], cos.double(), cos[..., :-1]):
+        assert native_rotate(x, unfit, sin) is None
+    assert native_rotate(x.requires_grad_(), cos, sin) is None  # it has no gradient
 
 
 def test_strides_do_not_matter():

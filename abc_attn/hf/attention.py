@@ -19,7 +19,7 @@ from transformers.models.roberta.modeling_roberta import RobertaCrossAttention, 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
 from abc_attn.hf.cache import BoundedLayer, bounded_layer
-from abc_attn.hf.positions import Rotation
+from abc_attn.hf.positions import Rotation, Turn
 
 # Under this name transformers asks us for a mask. Every model here has it as config._attn_implementation.
 IMPLEMENTATION = "bounded"
@@ -174,11 +174,8 @@ class BoundedLlamaAttention(ConvertedAttention):
         return self.o_proj(merged)
 
     def rotate(self, q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        cos, sin = rotation if isinstance(rotation, Rotation) else Rotation.of(rotation)
-        both = torch.cat([q, k], dim=1)
-        turned = torch.addcmul(both * cos, both.roll(self.head_dim // 2, -1), sin)
-        q, k = turned[0].split([q.shape[1], k.shape[1]], dim=1)
-        return q, k, turned[1, :, : q.shape[1]] if len(turned) > 1 else None
+        turn, to_sinks = rotation if isinstance(rotation, Rotation) else Rotation(Turn.by(*rotation))
+        return turn.of(q), turn.of(k), None if to_sinks is None else to_sinks.of(q)
 
 
 class BoundedGPT2Attention(ConvertedAttention):

@@ -14,25 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
+from abc_attn.core import has_values
+from abc_attn.kernels.native import native_rotate
 
 POSITIONS = ("absolute", "slot")
 
 
-class Rotation(NamedTuple):
-    """How the queries and keys of one forward pass are turned, in all layers: x * cos + x.roll(d/2) * sin.
-
-    r b 1 t d, where r is 1; or 2 if the sinks are seen from another position: the second is that of the query, then.
-    """
+class Turn(NamedTuple):
+    """A rotation of queries or keys: x * cos + x.roll(d/2) * sin. Both `b 1 t d`."""
 
     cos: Tensor
     sin: Tensor  # its first half is negative, as the halves of x change places with one sign
 
     @classmethod
-    def of(cls, *angles: tuple[Tensor, Tensor]) -> Rotation:
+    def by(cls, cos: Tensor, sin: Tensor) -> Turn:
         """From the cosine and the sine of the angles, `b t d`."""
-        cos, sin = (torch.stack(each)[:, :, None] for each in zip(*angles, strict=True))
         below, above = sin.chunk(2, dim=-1)
-        return cls(cos, torch.cat([-below, above], dim=-1))
+        return cls(cos[:, None], torch.cat([-below, above], dim=-1)[:, None])
+
+    def of(self, x: Tensor) -> Tensor:
+        turned = native_rotate(x, *self) if has_values(x) else None
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin) if turned is None else turned
+
+
+class Rotation(NamedTuple):
+    """How the queries and keys of one forward pass are turned, in all layers."""
+
+    turn: Turn
+    to_sinks: Turn | None = None  # of the queries, as they read the sinks, if those are seen from another position
 
 
 class SlotRotary(nn.Module):
@@ -60,11 +69,11 @@ class SlotRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
         slots = self.band.rows
         if not self.band.sinks or not bool((position_ids >= slots).any()):
-            return Rotation.of(self._turn(x, position_ids))
-        return Rotation.of(self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
+            return Rotation(self._turn(x, position_ids))
+        return Rotation(self._turn(x, position_ids), self._turn(x, position_ids.clamp(max=slots - 1)))
 
-    def _turn(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _turn(self, x: Tensor, position: Tensor) -> Turn:
         angle = position[..., None].double() * self.rotary.inv_freq.double()
         angle = torch.cat([angle, angle], dim=-1)
         scaling = self.rotary.attention_scaling
-        return (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)
+        return Turn.by((angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype))

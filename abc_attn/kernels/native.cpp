@@ -195,6 +195,18 @@ int abc_run(const Args *args) {
     return share_out(args, run, use.scratch(args), block);
 }
 int abc_ring(const Ring *args) { return share_out(args, kind().ring, kind().ring_scratch(args), 1); }
+
+// Rotary positions of one token of each of a batch: every head's x cos + (x with its halves changed) sin.
+void abc_rotate(int64_t batch, int64_t heads, int64_t d, const float *x, const float *cos, const float *sin, float *out) {
+    const int64_t half = d / 2;
+    for (int64_t row = 0; row < batch * heads; row++, x += d, out += d) {
+        const float *c = cos + row / heads * d, *s = sin + row / heads * d;
+        for (int64_t i = 0; i < half; i++) {
+            out[i] = x[i] * c[i] + x[half + i] * s[i];
+            out[half + i] = x[half + i] * c[half + i] + x[i] * s[half + i];
+        }
+    }
+}
 const char *abc_kind() { return kind().name; }
 int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
 int abc_threads() { return parallel() != nullptr; }

@@ -76,6 +76,7 @@ def _load() -> ctypes.CDLL | str:
         return f"the native kernels could not be loaded: {error}"
     found.abc_kind.restype = ctypes.c_char_p
     found.abc_checkpoint_floats.restype = ctypes.c_int64
+    found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
     return found
 
 
@@ -125,6 +126,22 @@ def native_mean(
     core.write and core.read, in one."""
     options = (True, False, mask_empty, causal, query_scale(q, scale))
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
+
+
+def native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """`x * cos + x.roll(d/2) * sin` of heads x `b h 1 d`, with cos and sin `b 1 1 d`.
+
+    Of so little torch's operators would cost more than what they do. None where the kernel does not apply.
+    """
+    batch, heads, t, d = x.shape
+    if t != 1 or d % 2 or cos.shape != (batch, 1, 1, d) or sin.shape != cos.shape or not applies(x, cos, sin):
+        return None
+    if x.requires_grad and torch.is_grad_enabled():
+        return None
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    _library().abc_rotate(batch, heads, d, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    return out
 
 
 def native_ring_step(
