@@ -55,7 +55,7 @@ test-hf: .venv/installed-pretrained
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m processes
 
 test-pretrained: .venv/installed-pretrained
-	@$(BIN)/python -m pytest -m pretrained -s tests/test_pretrained.py
+	@$(BIN)/python -m pytest -m pretrained -s -rs tests/test_pretrained.py
 
 # The native kernels once more, in a copy compiled to stop at any access outside its tensors or undefined behaviour.
 # -O3 as installed: without it products and sums are rounded one by one, and the tests are of another arithmetic.

@@ -36,12 +36,18 @@ def now() -> str:
 
 
 def commit() -> str | None:
-    """Of the clone this is, if it is one: an installed package may lie inside somebody else's repository."""
+    """Of the clone this is, if it is one: an installed package may lie inside somebody else's repository.
+
+    With "-dirty" if files differ from it, other than results: those of one run are no change to the next.
+    """
     source = Path(__file__).parents[1]
     if not (source / ".git").exists() or not shutil.which("git"):
         return None
-    git = ["git", "-C", str(source), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    git = ["git", "-C", str(source)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    results = [":(exclude)results", ":(exclude)benchmarks/results"]
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *results], capture_output=True, check=False)
+    return found.strip() + ("-dirty" if differs.returncode == 1 else "") if found else None
 
 
 def cpu() -> str:

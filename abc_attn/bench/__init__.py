@@ -33,6 +33,7 @@ from abc_attn.kernels import describe_backend
 GATE_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
 LONGEST_CALL = 15.0  # seconds: `scaling` follows a baseline as far as one call is expected to take no longer
 PREFILL = 1024  # tokens at a time
+ALONE = 50  # repetitions of a step at every context, without the baselines
 
 Outcome = tuple[list[Row], dict[str, float]]
 
@@ -157,7 +158,7 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
     check_fits(replace(works[0], tokens=PREFILL))
     rows = {work: Row.of(work) for work in works}
     runs: dict[Work, Callable[[], Tensor]] = {}
-    with Progress("bench decode", len(contexts) + len(works)) as progress:
+    with Progress("bench decode", 2 * len(contexts) + len(works)) as progress:
         states = _states(contexts, slots, width, heads, batch)
         q, k, v = (torch.randn(batch, heads, 1, width) for _ in range(3))
         logits = torch.randn(batch, heads, 1, slots)
@@ -184,12 +185,17 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
                 progress(f"time of {_name(rows[mlp])}")
             progress(f"gate and cache of {context:,} tokens")
         times, sgemm = interleave(runs, repetitions, lambda work: progress(f"time of {_name(rows[work])}"))
+        # Once more by themselves: among baselines of half a second, few repetitions are had and they lie far apart.
+        ours = {work: run for work, run in runs.items() if work.ours}
+        alone, _ = interleave(ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"))
+    for work, taken in alone.items():
+        rows[work].seconds_alone = taken.median
     for work, taken in times.items():
         rows[work].fill(taken, replace(work, tokens=1).flops, sgemm)
         rows[work].seconds_per_token = taken.median / batch
     compare_rows(list(rows.values()))
-    ours = [row.seconds for row in rows.values() if row.method == "mlp" and row.seconds]
-    return list(rows.values()), {"slowest / fastest context of mlp": max(ours) / min(ours)} if ours else {}
+    flat = [taken.median for taken in alone.values()]
+    return list(rows.values()), {"slowest / fastest context of mlp, by itself": max(flat) / min(flat)} if flat else {}
 
 
 State = tuple[Memory, Tensor] | None

@@ -51,6 +51,7 @@ class Row:
     peak_ratio_dynamic: float | None = None
     peak_ratio_preallocated: float | None = None
     seconds_per_token: float | None = None  # decoding: a step's time / batch
+    seconds_alone: float | None = None  # decoding: of ours in turn at all contexts, without the baselines
     tokens_per_second: float | None = None  # generate: of the whole batch
     state_bytes: int | None = None  # decoding: of the whole batch
     state_ratio: float | None = None  # generate: bytes of all keys and values / these
@@ -184,6 +185,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("method", "label", str),
         *TIME,
         ("per token", "seconds_per_token", span),
+        ("by itself", "seconds_alone", span),
         *RATE,
         ("state", "state_bytes", megabytes),
         *GATE,
