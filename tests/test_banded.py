@@ -11,7 +11,7 @@ from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
 from abc_attn.controls.positional import Window
 from abc_attn.core import Band, empty_memory
 from abc_attn.kernels import banded
-from abc_attn.kernels.native import LIBRARY, native_ring_step
+from abc_attn.kernels.native import LIBRARY, native_band, native_ring_step
 
 BANDED = [
     Case("window:{n}"),
@@ -253,6 +253,73 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
     assert native_ring_step(q, second, k, v, memory, rows[:1], sinks, 0.3) is None
     assert native_ring_step(q[:1], second, k, v, memory, rows, sinks, 0.3) is None
     assert native_ring_step(q, second, k[:, :1], v, memory, rows, sinks, 0.3) is None
+
+
+@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("sinks", [0, 1, 4, 17])
+@pytest.mark.parametrize("window", [1, 7, 64, 230, 600])
+@pytest.mark.parametrize(("d", "e"), [(16, 48), (64, 64)])
+def test_native_bands_are_those_of_torch(groups, sinks, window, d, e, monkeypatch):
+    """Chunks of many lengths, of two sequences of which one has padding; torch in fp64 beside them."""
+    taken = []
+    native = banded.native_band
+    monkeypatch.setattr(banded, "native_band", lambda *given: taken.append(native(*given)) or taken[-1])
+    states = {torch.float32: None, torch.float64: None}
+    for number, t in enumerate((150, 2, 97, 300)):
+        inputs = [torch.randn(2, 2, t, width, dtype=torch.float64) for width in (d, e)]
+        q, to_sinks = 3 * torch.randn(2, 2, 2 * groups, t, d, dtype=torch.float64)
+        padding = torch.zeros(2, t, dtype=torch.bool)
+        padding[1, : t // 3] = number in (1, 2)
+        found = {}
+        for dtype, state in states.items():
+            k, v, by, second = (x.to(dtype) for x in (*inputs, q, to_sinks))
+            found[dtype], states[dtype] = banded.banded(
+                *(by, k, v, Band(sinks, window, 1), state),
+                control="",
+                scale=0.3,
+                dropout=0.0,
+                key_padding_mask=padding if padding.any() else None,
+                to_sinks=second if sinks and number else None,
+            )
+        assert error(found[torch.float32].double(), found[torch.float64]) <= 1e-5  # the contract's
+    assert [x is None for x in taken] == [False, True] * 4
+
+
+@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+def test_a_native_band_of_what_does_not_fit_is_not_read():
+    q, k, v, to_sinks = torch.randn(4, 2, 2, 40, 16)
+    sinks, count = (k[:, :, :3], v[:, :, :3]), torch.zeros(2, dtype=torch.int64)
+    given = {
+        "q": q,
+        "to_sinks": to_sinks,
+        "sinks": sinks,
+        "k": k,
+        "v": v,
+        "window": 8,
+        "missing": count,
+        "count": count,
+    }
+    assert native_band(**given, scale=1.0) is not None
+    unfit = {
+        "q": q[:1],
+        "to_sinks": q[:, :1],
+        "sinks": (sinks[0], sinks[1][:, :, :2]),
+        "v": v[:, :, 1:],
+        "count": count[:1],
+    }
+    for name, wrong in (unfit | {"k": k[:, :1], "missing": count[:1]}).items():
+        assert native_band(**given | {name: wrong}, scale=1.0) is None
+
+
+def test_a_native_band_is_left_to_torch_where_gradients_are_asked_for():
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    options = {"control": "", "scale": None, "dropout": 0.0, "key_padding_mask": None}
+    plain, _ = banded.banded(q, k, v, Band(2, 8, 1), None, **options)
+    followed, _ = banded.banded(q, k.requires_grad_(), v, Band(2, 8, 1), None, **options)
+    assert not plain.requires_grad
+    assert followed.requires_grad
+    torch.testing.assert_close(plain, followed.detach())
 
 
 def test_the_query_of_the_sinks_has_its_gradient(block):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import resource
 import signal
@@ -183,7 +184,8 @@ class Times:
 def interleave(
     runs: Mapping[Work, Callable[[], object]], repetitions: int, report: Callable[[Work], None]
 ) -> tuple[dict[Work, Times], float]:
-    """Time all in turn, A B C A B C ..., so that a slow spell of the machine falls on each of them.
+    """Time all in turn, A B C, B A C, ..., so that a slow spell of the machine falls on each of them; in another order
+    each time, for what ran just before has filled the caches.
 
     Returns their times and, measured among them, the flops a second of a product of two large matrices. A contender
     leaves after `repetitions`, or earlier once it has had its least and BUDGET seconds; `report` is told. Each is
@@ -201,9 +203,12 @@ def interleave(
         if seconds < REPETITION:  # ... and here it is much
             seconds = _timed(run, 1)
         calls[key] = max(1, min(100, int(REPETITION / seconds)))
+    shuffle = random.Random(0).shuffle
     while contenders:
         gc.collect()
-        for key, run in list(contenders.items()):
+        order = list(contenders.items())
+        shuffle(order)
+        for key, run in order:
             taken[key].append(_timed(run, calls[key]))
             least = LEAST if key is None or key.ours else LEAST_BASELINE
             enough = sum(taken[key]) * calls[key] >= BUDGET and len(taken[key]) >= least

@@ -120,6 +120,8 @@ class AdaptiveVocabulary(nn.Module):
 
     def embed(self, words: Tensor) -> Tensor:
         """Vectors b t D of words b t."""
+        if len(self.tables) == 1:
+            return self.projections[0](self.tables[0](words))
         flat = words.flatten()
         rows = self._rows(flat)
         parts = [
@@ -143,6 +145,8 @@ class AdaptiveVocabulary(nn.Module):
 
     def nll(self, hidden: Tensor, words: Tensor) -> Tensor:
         """-log p(words), N, from hidden N D. Each row meets the frequent words and its own band only."""
+        if self.bands is None:
+            return F.cross_entropy(self._head(hidden), words, reduction="none")
         rows = self._rows(words)
         target = words
         for band in range(1, len(rows)):

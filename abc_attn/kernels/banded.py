@@ -27,7 +27,7 @@ from abc_attn.core import (
     query_scale,
     working_dtype,
 )
-from abc_attn.kernels.native import native_ring_step
+from abc_attn.kernels.native import native_band, native_ring_step
 
 # Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
 # time instead of 64 and is slower again (measured with n from 16 to 508, d = 64, forward and backward).
@@ -195,23 +195,27 @@ def _in_blocks(
         v = torch.cat([memory.v.take_along_dim(age, 2), v], dim=2)
         lead = ring
 
-    read_k, read_v = (sink_k, k), (sink_v, v)
-    if to_sinks is not None:
-        q, read_k, read_v = _by_columns(q, to_sinks, read_k, read_v)
-    # Every `dilation`-th token is a window of its own, in the batch beside the others.
-    residue = torch.arange(dilation, device=k.device)
-    out = _attend(
-        _apart(q, dilation),
-        (read_k[0], _apart(read_k[1], dilation)),
-        (read_v[0], _apart(read_v[1], dilation)),
-        window,
-        lead // dilation,
-        (-((begin[:, None] + residue - lead) // dilation)).flatten(),
-        count,
-        scale,
-        dropout,
-    )
-    out = out.unflatten(0, (-1, dilation)).movedim(1, 3).flatten(2, 3)[:, :, :t, : v.shape[-1]]
+    out = None
+    if dilation == 1 and not dropout and has_values(k):
+        out = native_band(q, to_sinks, (sink_k, sink_v), k, v, window, lead - begin, count, scale)
+    if out is None:
+        read_k, read_v = (sink_k, k), (sink_v, v)
+        if to_sinks is not None:
+            q, read_k, read_v = _by_columns(q, to_sinks, read_k, read_v)
+        # Every `dilation`-th token is a window of its own, in the batch beside the others.
+        residue = torch.arange(dilation, device=k.device)
+        out = _attend(
+            _apart(q, dilation),
+            (read_k[0], _apart(read_k[1], dilation)),
+            (read_v[0], _apart(read_v[1], dilation)),
+            window,
+            lead // dilation,
+            (-((begin[:, None] + residue - lead) // dilation)).flatten(),
+            count,
+            scale,
+            dropout,
+        )
+        out = out.unflatten(0, (-1, dilation)).movedim(1, 3).flatten(2, 3)[:, :, :t, : v.shape[-1]]
 
     # Row r of the ring holds the last of the tokens whose turn it is.
     row = torch.arange(ring, device=k.device)

@@ -45,7 +45,17 @@ struct Ring {
     float *memory_k, *memory_v, *out;
 };
 
+// Queries that read the keys before and at them as far as the window goes, and the sinks; fp32, d and e whole vectors.
+struct Band {
+    int64_t rows, heads, g, t, lead, window, sinks, d, e, threads;
+    float scale;
+    const float *q, *to_sinks, *sink_k, *sink_v, *k, *v;  // k and v have `lead` tokens before those of q
+    const int64_t *missing, *count;                       // of each of the batch: the first keys that are not, tokens before
+    float *out;
+};
+
 enum { SEGMENT = 256 };  // tokens between checkpoints
+enum { STRETCH = 96 };   // queries of a band that one thread takes at a time
 
 // One token of which no gradient is asked, as in decoding.
 static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backward && !a->checkpoints; }
@@ -61,8 +71,10 @@ static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backwa
 namespace avx512 {
 #include "native_vectors.h"
 #include "native_forward.h"
+#include "native_step.h"
 #include "native_backward.h"
 #include "native_ring.h"
+#include "native_band.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -74,8 +86,10 @@ namespace avx512 {
 namespace avx2 {
 #include "native_vectors.h"
 #include "native_forward.h"
+#include "native_step.h"
 #include "native_backward.h"
 #include "native_ring.h"
+#include "native_band.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -87,8 +101,10 @@ namespace avx2 {
 namespace portable {
 #include "native_vectors.h"
 #include "native_forward.h"
+#include "native_step.h"
 #include "native_backward.h"
 #include "native_ring.h"
+#include "native_band.h"
 }
 
 typedef void (*Pass)(const Args *, int64_t, float *);
@@ -100,11 +116,13 @@ struct Kind {
     int64_t (*checkpoints)(const Args *);
     void (*ring)(const Ring *, int64_t, float *);
     size_t (*ring_scratch)(const Ring *);
+    void (*band)(const Band *, int64_t, float *);
+    size_t (*band_scratch)(const Band *);
 };
 
 #define KIND(isa)                                                                                             \
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
-     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch}
+     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_stretch, isa::band_scratch}
 
 static Kind best() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -193,6 +211,11 @@ int abc_run(const Args *args) {
     // Steps are short and read the memory of one row after the other; a pass is long, and the last ones should end together.
     const int64_t block = is_step(args) ? (args->rows + 4 * args->threads - 1) / (4 * args->threads) : 1;
     return share_out(args, run, use.scratch(args), block);
+}
+int abc_band(const Band *args) {
+    Band stretches = *args;
+    stretches.rows *= (args->t + STRETCH - 1) / STRETCH;
+    return share_out(&stretches, kind().band, kind().band_scratch(args), 1);
 }
 int abc_ring(const Ring *args) { return share_out(args, kind().ring, kind().ring_scratch(args), 1); }
 

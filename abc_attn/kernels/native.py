@@ -41,6 +41,8 @@ _AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
 _RING_SIZES = ("rows", "heads", "g", "n", "d", "e", "sinks", "threads")
+_BAND_SIZES = ("rows", "heads", "g", "t", "lead", "window", "sinks", "d", "e", "threads")
+_BAND_POINTERS = ("q", "to_sinks", "sink_k", "sink_v", "k", "v", "missing", "count", "out")
 _RING_POINTERS = ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out")
 
 
@@ -57,6 +59,14 @@ class _Ring(ctypes.Structure):  # struct Ring of native.cpp
         *((name, ctypes.c_int64) for name in _RING_SIZES),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in _RING_POINTERS),
+    )
+
+
+class _Band(ctypes.Structure):  # struct Band of native.cpp
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _BAND_SIZES),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _BAND_POINTERS),
     )
 
 
@@ -175,6 +185,52 @@ def native_ring_step(
     given = [None if x is None else x.contiguous() for x in (q, to_sinks, k, v, row)]
     pointers = [None if x is None else x.data_ptr() for x in (*given, memory.k, memory.v, out)]
     if _library().abc_ring(ctypes.byref(_Ring(*sizes, scale, *pointers))):
+        raise MemoryError("the native kernels could not allocate their scratch memory")
+    return out
+
+
+def native_band(
+    q: Tensor,
+    to_sinks: Tensor | None,
+    sinks: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    missing: Tensor,
+    count: Tensor,
+    scale: float,
+) -> Tensor | None:
+    """Query i of t reads the last `window` keys up to its own, which `k.shape[2] - t` others stand before, but not the
+    first `missing` `b` of all; and those `sinks` (keys, values) that `count` `b` tokens and i more have passed.
+
+    None where the kernel does not apply: it has no gradients.
+    """
+    given = (q, to_sinks, *sinks, k, v)
+    batch, heads, total, d = k.shape
+    e, t = v.shape[3], q.shape[2]
+    if d % 16 or e % 16 or not applies(*given):
+        return None
+    # What does not fit is left to torch, which says so: a state may come from a file.
+    held, of_query = sinks[0].shape[2], (batch, q.shape[1], t, d)
+    shapes = (
+        q.shape,
+        to_sinks is None or to_sinks.shape,
+        v.shape[:3],
+        sinks[0].shape,
+        sinks[1].shape,
+        q.shape[1] % heads,
+    )
+    fitting = (of_query, to_sinks is None or of_query, k.shape[:3], (batch, heads, held, d), (batch, heads, held, e), 0)
+    if shapes != fitting or missing.shape != (batch,) or count.shape != (batch,):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return None
+    sizes = (batch * heads, heads, q.shape[1] // heads, t, total - t, window, held, d, e)
+    out = v.new_empty(*q.shape[:3], e)
+    # A copy must live until the call is over, so all are kept here.
+    kept = [None if x is None else x.contiguous() for x in (*given, missing, count)]
+    pointers = [None if x is None else x.data_ptr() for x in (*kept, out)]
+    if _library().abc_band(ctypes.byref(_Band(*sizes, torch.get_num_threads(), scale, *pointers))):
         raise MemoryError("the native kernels could not allocate their scratch memory")
     return out
 
