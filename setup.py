@@ -7,7 +7,7 @@ setup(
         Extension(
             "abc_attn.kernels._native",
             ["abc_attn/kernels/native.cpp"],
-            depends=[f"abc_attn/kernels/native_{part}.h" for part in ("vectors", "forward", "backward", "ring")],
+            depends=[f"abc_attn/kernels/native_{part}.h" for part in ("vectors", "forward", "step", "backward", "ring", "band")],
             language="c++",
             extra_compile_args=["-O3", "-std=c++17", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"],
             optional=True,
