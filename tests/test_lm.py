@@ -99,6 +99,19 @@ def test_saved_and_loaded(control, tie_control, tmp_path):
     torch.testing.assert_close(again(words).logits, model(words).logits, rtol=0, atol=0)
 
 
+def test_each_layer_may_have_its_own_control(tmp_path):
+    model = tiny(["window:3", "mlp:5"], control_options=None).eval()
+    assert [(type(layer.attention.control).name, layer.attention.control.slots) for layer in model.layers] == [
+        ("window", 3),
+        ("mlp", 5),
+    ]
+    model.save_pretrained(tmp_path)
+    words = torch.randint(97, (2, 12))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(words).logits, model(words).logits, rtol=0, atol=0)
+    torch.testing.assert_close(model(words, use_cache=True).logits, model(words, use_cache=False).logits)
+
+
 def test_t2r_starts_from_a_trained_softmax(tmp_path):
     source = tiny("softmax")
     source.save_pretrained(tmp_path)
@@ -180,6 +193,7 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"local_heads": 5}, "num_attention_heads=4"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"control": "luna"}, "cannot be causal"),
+        ({"control": ["window:4"] * 3}, "num_hidden_layers=2, got 3"),
     ],
 )
 def test_a_wrong_setting_is_an_error(options, said):

@@ -32,7 +32,8 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 class AdaptiveLMConfig(PreTrainedConfig):
     """The defaults are the paper's 16-layer setting. Names are transformers' where it has one.
 
-    cutoffs: the first word of each band but the first. control, slots, control_options: see BoundedAttention.
+    cutoffs: the first word of each band but the first. control, slots, control_options: see BoundedAttention. control
+    may be a list, one for each layer, such as ["window:16", "window:112"].
     position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
     that many tokens and never leave what training has seen, however long the text (the model must be trained with its
     state carried on). A multiple of the training length is sensible.
@@ -55,7 +56,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
     activation_dropout: float = 0.1
     adaptive_dropout: float = 0.2  # on what is projected for the rarer bands of the softmax
     layerdrop: float = 0.0
-    control: str = "mlp"
+    control: str | list[str] = "mlp"
     slots: int | None = None
     control_options: dict[str, Any] | None = None
     tie_control: bool = True  # one control for all layers, as in the paper
@@ -90,6 +91,11 @@ class AdaptiveLMConfig(PreTrainedConfig):
             raise ValueError(
                 f"local_heads must be between 0 and num_attention_heads={self.num_attention_heads}, "
                 f"got {self.local_heads}"
+            )
+        if not isinstance(self.control, str) and len(self.control) != self.num_hidden_layers:
+            raise ValueError(
+                f"control must be one for all layers or a list of one for each of num_hidden_layers="
+                f"{self.num_hidden_layers}, got {len(self.control)}: {self.control}"
             )
         if not self.tie_word_embeddings:
             raise ValueError("AdaptiveLM ties its input and output vectors: leave out tie_word_embeddings")
@@ -212,9 +218,9 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
         # What the constructors draw is overwritten by post_init, which so starts alike whatever the control.
         with torch.random.fork_rng(devices=[]):
             self.vocabulary = AdaptiveVocabulary(config)
-            shared = self._make_control() if config.tie_control else None
+            shared = self._make_control(0) if config.tie_control and isinstance(config.control, str) else None
             self.layers: Sequence[AdaptiveLMLayer] = nn.ModuleList(  # type: ignore[assignment]
-                AdaptiveLMLayer(config, shared or self._make_control()) for _ in range(config.num_hidden_layers)
+                AdaptiveLMLayer(config, shared or self._make_control(i)) for i in range(config.num_hidden_layers)
             )
         if shared is not None:
             self.control = shared
@@ -223,10 +229,10 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
                 layer.attention.__dict__["control"] = shared
         self.post_init()
 
-    def _make_control(self) -> Control:
+    def _make_control(self, layer: int) -> Control:
         config = self.config
         return make_control(
-            config.control,
+            config.control if isinstance(config.control, str) else config.control[layer],
             config.slots,
             embed_dim=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -259,7 +265,7 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
         """A control knows best how it starts. Its draws are its own, so that all else starts alike whatever it is."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(torch.initial_seed() + number)
-            fresh = self._make_control().get_submodule(name)
+            fresh = self._make_control(number).get_submodule(name)
         for kind in ("named_parameters", "named_buffers"):
             started = dict(getattr(fresh, kind)(recurse=False))
             for key, tensor in getattr(part, kind)(recurse=False):

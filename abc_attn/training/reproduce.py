@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +159,7 @@ def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float 
             figures[split][str(context)] = figure = perplexity(nll, words)
             seconds = time.monotonic() - started
             print(f"  {split}, context {context}: {figure:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        endless = recipe.values.get("control", "mlp") not in ("softmax", "linformer")
+        endless = not any(control.startswith(("softmax", "linformer")) for control in _controls(recipe.values))
         found = perplexity(token_nll(model, tokens), words) if endless else None
         figures[split]["stream"] = "inf" if found == math.inf else found  # JSON has no infinity
         print(f"  {split}, streaming: {_figure([figures[split]['stream']])}", file=sys.stderr, flush=True)
@@ -193,7 +193,8 @@ def markdown(table: str, scale: str, results: Path) -> str:
         figures = [_figure([run["perplexity"][split].get(name) for run in runs]) for split, name in columns + streams]
         paper = [f"{figure:.1f}" for figure in shown.paper.get(row, ())] or ["-"] * len(columns)
         slots = values.get("slots", "-")
-        lines.append([row, f"`{values.get('control', 'mlp')}`", str(slots), str(len(runs)), *figures, *paper])
+        control = ", ".join(f"`{control}`" for control in _controls(values))
+        lines.append([row, control, str(slots), str(len(runs)), *figures, *paper])
     scales = {"small": "WikiText-2, small twins of the recipes", "full": "the paper's scale"}
     table_lines = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
@@ -202,6 +203,12 @@ def markdown(table: str, scale: str, results: Path) -> str:
         '"stream" carries the state over the whole text. Several seeds: mean (lowest to highest). Written by\n'
         f"`abc-attn reproduce {table} --scale {scale}`.\n\n{table_lines}\n"
     )  # fmt: skip
+
+
+def _controls(values: Mapping[str, Any]) -> list[str]:
+    """The control of a run, or those of its layers."""
+    control = values.get("control", "mlp")
+    return [control] if isinstance(control, str) else control
 
 
 def _figure(found: Sequence[float | str | None]) -> str:
