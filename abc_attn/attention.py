@@ -180,11 +180,12 @@ class MemoryAttention(nn.Module):
         memory = Memory(
             torch.cat([old.k, k.to(dtype)], dim=2), torch.cat([old.v, v.to(dtype)], dim=2), used.to(dtype), used
         )
+        if self.causal and state is None and key_padding_mask is None and self.backend != "reference":
+            return self._sdpa(q, memory, None), State(memory, None, length, self._described)
         seen = used[:, :1, None]
         if self.causal:
             seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
-        plain = self.causal and state is None and key_padding_mask is None
-        out = self._attend(q, memory, seen, plain)
+        out = self._attend(q, memory, seen)
         if key_padding_mask is not None:  # a token's slot is its position, whatever padding stood around it
             out = out.masked_fill(key_padding_mask[:, None, :, None], 0) if self.causal else out
             order = (~used[:, 0]).sort(dim=1, stable=True).indices[:, : max(1, int(length.max()))]
@@ -195,10 +196,10 @@ class MemoryAttention(nn.Module):
             memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
         return out, State(memory, None, length, self._described)
 
-    def _attend(self, q: Tensor, memory: Memory, seen: Tensor, causal: bool = False) -> Tensor:
+    def _attend(self, q: Tensor, memory: Memory, seen: Tensor) -> Tensor:
         """softmax(K q) over the tokens in `seen`, `b 1 t n`; zeros where there is none."""
-        dropout = self.dropout if self.training else 0.0
         if self.backend == "reference":
+            dropout = self.dropout if self.training else 0.0
             seen = seen.expand(-1, self.num_kv_heads, q.shape[2], -1)
             steps = range(q.shape[2])
             masked = [memory._replace(used=seen[:, :, t]) for t in steps]
@@ -207,18 +208,22 @@ class MemoryAttention(nn.Module):
                 dim=2,
             )
         blind = ~seen.any(-1, keepdim=True)
+        return self._sdpa(q, memory, seen | blind).masked_fill(blind, 0)
+
+    def _sdpa(self, q: Tensor, memory: Memory, seen: Tensor | None) -> Tensor:
+        """Over the tokens in `seen`; None: over those up to the query's own."""
         with full_precision(q):
             out = F.scaled_dot_product_attention(
                 q.to(memory.k.dtype),
                 memory.k,
                 memory.v,
-                attn_mask=None if causal else seen | blind,
-                dropout_p=dropout,
-                is_causal=causal,
+                attn_mask=seen,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=seen is None,
                 scale=self.scale,
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
-        return out.masked_fill(blind, 0).to(q.dtype)
+        return out.to(q.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
