@@ -112,6 +112,22 @@ def test_each_layer_may_have_its_own_control(tmp_path):
     torch.testing.assert_close(model(words, use_cache=True).logits, model(words, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("control", ["softmax", "mlp:5", "window:4+mlp:4", ["window:3", "window:9"]])
+def test_heads_may_share_keys_and_values(control):
+    model = tiny(control, num_key_value_heads=2, local_heads=3).eval()
+    attention = model.layers[0].attention
+    assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (16, 32)
+    words = torch.randint(97, (2, 12))
+    whole = model(words, use_cache=True)
+    assert {layer.state.memory.k.shape[1] for layer in whole.past_key_values.layers} == {2}
+    cache, parts = None, []
+    for word in words.split(1, dim=1):
+        step = model(word, past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        parts.append(step.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole.logits, rtol=0, atol=1e-5)
+
+
 def test_t2r_starts_from_a_trained_softmax(tmp_path):
     source = tiny("softmax")
     source.save_pretrained(tmp_path)
@@ -193,6 +209,7 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"local_heads": 5}, "num_attention_heads=4"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"control": "luna"}, "cannot be causal"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads=4, got 3"),
         ({"control": ["window:4"] * 3}, "num_hidden_layers=2, got 3"),
     ],
 )

@@ -50,6 +50,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 16
     num_attention_heads: int = 8
+    num_key_value_heads: int | None = None  # fewer than that share keys and values among heads
     intermediate_size: int = 4096
     dropout: float = 0.3
     attention_dropout: float = 0.1
@@ -92,6 +93,14 @@ class AdaptiveLMConfig(PreTrainedConfig):
                 f"local_heads must be between 0 and num_attention_heads={self.num_attention_heads}, "
                 f"got {self.local_heads}"
             )
+        if self.num_key_value_heads is not None and not (
+            0 < self.num_key_value_heads <= self.num_attention_heads
+            and self.num_attention_heads % self.num_key_value_heads == 0
+        ):
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, "
+                f"got {self.num_key_value_heads}"
+            )
         if not isinstance(self.control, str) and len(self.control) != self.num_hidden_layers:
             raise ValueError(
                 f"control must be one for all layers or a list of one for each of num_hidden_layers="
@@ -121,7 +130,7 @@ class AdaptiveVocabulary(nn.Module):
 
     def _rows(self, words: Tensor) -> list[Tensor]:
         """For each band, where in words `N` its members stand."""
-        band = torch.bucketize(words, torch.tensor(self.edges[1:-1], device=words.device), right=True)
+        band = torch.bucketize(words.contiguous(), torch.tensor(self.edges[1:-1], device=words.device), right=True)
         return [(band == i).nonzero()[:, 0] for i in range(len(self.tables))]
 
     def embed(self, words: Tensor) -> Tensor:
@@ -184,7 +193,12 @@ class AdaptiveLMLayer(nn.Module):
         self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
         self.attention_norm = nn.LayerNorm(width)
         self.attention = BoundedAttention(
-            width, config.num_attention_heads, control, causal=True, dropout=config.attention_dropout
+            width,
+            config.num_attention_heads,
+            control,
+            num_kv_heads=config.num_key_value_heads,
+            causal=True,
+            dropout=config.attention_dropout,
         )
         self.feed_forward_norm = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, config.intermediate_size)
@@ -235,7 +249,8 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
             config.control if isinstance(config.control, str) else config.control[layer],
             config.slots,
             embed_dim=config.hidden_size,
-            num_heads=config.num_attention_heads,
+            num_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
             causal=True,
             **(config.control_options or {}),
         )
@@ -280,7 +295,8 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
         fastest = torch.arange(width // 2)
         sine, cosine = fastest, fastest + self.config.hidden_size // 2  # where a sinusoid's two numbers stand
         started = weight.detach().clone()
-        for head in range(self.config.local_heads):
+        sharing = self.config.num_attention_heads * width // len(weight)  # heads with the same keys
+        for head in range(math.ceil(self.config.local_heads / sharing)):
             angle = self._speeds(weight.device)[fastest] * (head + 1 if turned else 0)
             rows = started[head * width : head * width + 2 * len(fastest)].zero_()
             rows[fastest, sine] = 2 * angle.cos().to(rows)
