@@ -65,7 +65,7 @@ READING = [transformers.GPT2LMHeadModel, transformers.BertLMHeadModel, transform
 def test_a_decoder_that_reads_an_encoder(cls, control):
     """add_cross_attention: BERT, RoBERTa and GPT-2 as the second half of an encoder-decoder."""
     original = source(cls, add_cross_attention=True)
-    original.generation_config.update(max_new_tokens=4, min_new_tokens=4)
+    original.generation_config.update(max_new_tokens=3, min_new_tokens=3)
     given = batch(left=True) | {"encoder_hidden_states": torch.randn(3, 9, 32)}
     given["encoder_attention_mask"] = (torch.arange(9) < torch.tensor([[9], [5], [2]])).long()
     # Without a cache: in transformers BERT's and RoBERTa's own generate() cannot keep one beside an encoder.

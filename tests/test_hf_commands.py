@@ -70,13 +70,13 @@ def test_an_exact_layer_grows_and_it_says_so(tmp_path, capsys):
 # RoBERTa counts positions from its padding token's number on, which is 1 here.
 @pytest.mark.parametrize(
     ("cls", "end"),
-    [(transformers.GPT2LMHeadModel, 40), (transformers.BertLMHeadModel, 40), (transformers.RobertaForCausalLM, 38),
-     (transformers.MarianForCausalLM, 40), (transformers.BartForCausalLM, 40)],
+    [(transformers.GPT2LMHeadModel, 20), (transformers.BertLMHeadModel, 20), (transformers.RobertaForCausalLM, 18),
+     (transformers.MarianForCausalLM, 20), (transformers.BartForCausalLM, 20)],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip
 def test_positions_that_end(cls, end, tmp_path, capsys):
     """Beyond them a text is evaluated in windows that fit, and a continuation is refused; up to them all is well."""
-    model = convert(source(cls, max_position_embeddings=40), "window:3+mlp:4")
+    model = convert(source(cls, max_position_embeddings=20), "window:3+mlp:4")
     model.generation_config.eos_token_id = None
     folder = save(model, tmp_path / "bounded")
     (tmp_path / "text.txt").write_text(TEXT)
