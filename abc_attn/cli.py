@@ -171,8 +171,8 @@ def make_parser() -> Parser:
     parser_evaluate.add_argument(
         "--context",
         type=whole_number(2),
-        help="read windows of so many tokens anew (default: one stream, the state carried through; for an unconverted "
-        "model, as many as it has positions)",
+        help="read windows of so many tokens anew (default: one stream, the state carried through; for a model whose "
+        "memory grows, or whose positions end, as many as it has positions)",
     )
     parser_evaluate.add_argument("--tokens", type=whole_number(1), help="only the first of the text (default: all)")
     parser_evaluate.add_argument("--json", action="store_true", help="print JSON for other programs")

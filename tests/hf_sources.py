@@ -46,6 +46,8 @@ SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "sof
 ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
 SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
 SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
+# Of those that are trained: encoders too, one that fills in words and one that classifies.
+TRAINED = [*BODIES, transformers.BertForMaskedLM, transformers.RobertaForSequenceClassification]
 KINDS_OF_DROPOUT = """dropout attention_dropout activation_dropout hidden_dropout_prob attention_probs_dropout_prob
     resid_pdrop embd_pdrop attn_pdrop"""
 NO_DROPOUT = dict.fromkeys(KINDS_OF_DROPOUT.split(), 0.0)
@@ -94,3 +96,20 @@ def outputs(model: Any, given: dict[str, Tensor]) -> Tensor:
     found = result.logits if hasattr(result, "logits") else result.last_hidden_state
     mask = given.get("decoder_attention_mask", given["attention_mask"])
     return found[mask.bool()] if found.shape[:2] == mask.shape else found
+
+
+def rows(model: Any, count: int) -> list[dict[str, Tensor]]:
+    """Rows to train on, of 4 to 10 tokens, padded to 10.
+
+    Where the loss is divided by the labels of all processes (`accepts_loss_kwargs`), every token is a label. Elsewhere
+    transformers takes the mean of each process's mean, which is the mean of one process only if all have as many
+    labels: four in a row, or one class.
+    """
+    ids = torch.randint(3, 60, (count, 10), generator=torch.Generator().manual_seed(0))
+    place, lengths = torch.arange(10), 4 + torch.arange(count)[:, None] % 7
+    labels = ids.where(place < (lengths if model.accepts_loss_kwargs else 4), -100)
+    if "SequenceClassification" in type(model).__name__:
+        labels = torch.arange(count) % 2
+    columns = {"input_ids": ids.where(place < lengths, PAD), "attention_mask": (place < lengths).long()}
+    columns["labels"] = labels
+    return [{name: column[row] for name, column in columns.items()} for row in range(count)]

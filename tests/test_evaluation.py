@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from abc_attn.evaluation import perplexity, token_nll
 from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig, convert
@@ -26,6 +26,12 @@ def adaptive(control="mlp:8"):
 def llama():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, bos_token_id=1, eos_token_id=2, **sizes)).double()
+
+
+def gpt2():
+    """A converted one, whose table of positions ends after 20 tokens."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 20}
+    return convert(GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, bos_token_id=1, eos_token_id=2, **sizes)), "mlp:4")
 
 
 def brute_force(model, tokens, context, window):
@@ -78,12 +84,19 @@ def test_streaming_is_one_long_sequence(make, monkeypatch):
         (lambda: token_nll(adaptive(), torch.zeros(1, 9)), r"got shape \(1, 9\)"),
         (lambda: token_nll(adaptive("softmax"), np.arange(9)), "cannot be streamed"),
         (lambda: token_nll(llama(), np.arange(9)), "cannot be streamed"),
-        (lambda: token_nll(convert(llama(), "mlp:4", layers=[]), np.arange(9)), "cannot be streamed"),
+        (lambda: token_nll(gpt2(), np.arange(21)), "end after 20 tokens, and 21 would"),
+        (lambda: token_nll(gpt2(), np.arange(40), window=30), "give a window of at most 20"),
+        (lambda: token_nll(convert(llama(), "softmax"), np.arange(9)), "cannot be streamed"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_an_error(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_a_table_of_positions_is_read_to_its_end():
+    model, tokens = gpt2(), np.arange(20)
+    assert torch.allclose(token_nll(model, tokens), token_nll(model, tokens, window=20))
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite():

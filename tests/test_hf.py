@@ -22,11 +22,15 @@ from hf_sources import (  # noqa: E402
 
 from abc_attn import CONTROLS  # noqa: E402
 from abc_attn.hf import convert  # noqa: E402
-from abc_attn.hf.attention import ADAPTERS  # noqa: E402
 
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 every_generator = pytest.mark.parametrize("cls", GENERATING, ids=lambda cls: cls.__name__)
-ORIGINALS = tuple(cls for adapter in ADAPTERS for cls in adapter.replaces)
+
+
+def kinds_of_attention(model):
+    """The classes of a model that attend, by name: those that hold no other (BertAttention holds BertSelfAttention)."""
+    named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    return {type(module) for module in named if not any(other in named for other in [*module.modules()][1:])}
 
 
 @every_class
@@ -35,8 +39,10 @@ def test_a_large_enough_memory_reproduces_the_logits(cls, control):
     for left in (False, True):
         original = source(cls)
         expected = outputs(original, inputs(original, left))
+        kinds = kinds_of_attention(original)
         model = convert(original, control)
-        assert not any(isinstance(module, ORIGINALS) for module in model.modules())
+        assert kinds
+        assert not kinds & {type(module) for module in model.modules()}
         found = outputs(model, inputs(model, left))
         assert (found - expected).abs().max() < 1e-4
         assert expected.abs().max() > 0.1
@@ -49,6 +55,40 @@ def test_a_large_enough_memory_generates_the_same(cls, control, beams):
     original = source(cls)
     expected = original.generate(**batch(left=True), num_beams=beams)
     assert torch.equal(convert(original, control).generate(**batch(left=True), num_beams=beams), expected)
+
+
+READING = [transformers.GPT2LMHeadModel, transformers.BertLMHeadModel, transformers.RobertaForCausalLM]
+
+
+@pytest.mark.parametrize("cls", READING, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("control", ["softmax", "mlp:4"])
+def test_a_decoder_that_reads_an_encoder(cls, control):
+    """add_cross_attention: BERT, RoBERTa and GPT-2 as the second half of an encoder-decoder."""
+    original = source(cls, add_cross_attention=True)
+    original.generation_config.update(max_new_tokens=3, min_new_tokens=3)
+    given = batch(left=True) | {"encoder_hidden_states": torch.randn(3, 9, 32)}
+    given["encoder_attention_mask"] = (torch.arange(9) < torch.tensor([[9], [5], [2]])).long()
+    # Without a cache: in transformers BERT's and RoBERTa's own generate() cannot keep one beside an encoder.
+    expected, written = outputs(original, given), original.generate(**given, use_cache=False)
+    model = convert(original, control)
+    assert set(model.controls) == {"self", "cross"}
+    if control == "softmax":
+        assert (outputs(model, given) - expected).abs().max() < 1e-4
+        assert torch.equal(model.generate(**given), written)
+    beams = model.generate(**given, num_beams=4, use_cache=False)
+    assert torch.equal(model.generate(**given, num_beams=4), beams)
+
+
+@every_generator
+def test_every_control_is_used(cls):
+    model = convert(source(cls), "mlp:4", tie_control=False).train()
+    given = inputs(model)
+    model(**given, labels=given.get("decoder_input_ids", given["input_ids"])).loss.backward()
+    learned = dict(model.controls.named_parameters())
+    assert learned
+    for name, parameter in learned.items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
 
 
 every_control = pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
@@ -76,7 +116,9 @@ def test_cached_is_uncached_and_a_padded_batch_is_its_rows(cls, control, slots, 
 def test_saved_and_loaded_and_every_parameter_is_trained(cls, control, slots, options, tmp_path):
     model = convert(source(cls), control, slots, **options)
     model.save_pretrained(tmp_path)
-    assert control in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert f"| control | `{control}` |" in card
+    assert f"| slots | {'as the control says (64 if it does not)' if slots is None else f'`{slots}`'} |" in card
     auto = transformers.AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else transformers.AutoModelForCausalLM
     loaded, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)

@@ -14,22 +14,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from abc_attn.cli import main  # noqa: E402
 from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
+from abc_attn.hf import convert  # noqa: E402
 
 WORDS = ["<s>", "<pad>", "</s>", *(f"w{i}" for i in range(3, 61))]
 TEXT = " ".join(WORDS[3 + i * i % 58] for i in range(90))
 
 
+def save(model, folder):
+    """A model and a tokenizer of words beside it."""
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "mask_token": "w60"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def llama(tmp_path):
     """A folder with a tiny Llama and a tokenizer of words."""
-    folder = tmp_path / "llama"
-    source(transformers.LlamaForCausalLM).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     (tmp_path / "text.txt").write_text(TEXT)
-    return folder
+    return save(source(transformers.LlamaForCausalLM), tmp_path / "llama")
 
 
 def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
@@ -42,6 +47,7 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     assert 1 <= len(shown.out.split()) <= 12
     assert "3 tokens read" in shown.err
     assert "tokens/s, state" in shown.err
+    assert shown.err.endswith("bytes, whatever the length\n")
     model = transformers.AutoModelForCausalLM.from_pretrained(bounded)
     ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
     for options, given in (([], {}), (["--context", "20"], {"window": 20, "context": 15})):
@@ -55,12 +61,62 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     assert "perplexity" in capsys.readouterr().out
 
 
+def test_an_exact_layer_grows_and_it_says_so(tmp_path, capsys):
+    folder = save(convert(source(transformers.LlamaForCausalLM), "mlp:4", layers=[0]), tmp_path / "half")
+    assert main(["generate", str(folder), "--prompt", "w5 w9", "--tokens", "3"]) == 0
+    assert capsys.readouterr().err.endswith("bytes, growing where attention is exact\n")
+
+
+# RoBERTa counts positions from its padding token's number on, which is 1 here.
+@pytest.mark.parametrize(
+    ("cls", "end"),
+    [(transformers.GPT2LMHeadModel, 20), (transformers.BertLMHeadModel, 20), (transformers.RobertaForCausalLM, 18),
+     (transformers.MarianForCausalLM, 20), (transformers.BartForCausalLM, 20)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)  # fmt: skip
+def test_positions_that_end(cls, end, tmp_path, capsys):
+    """Beyond them a text is evaluated in windows that fit, and a continuation is refused; up to them all is well."""
+    model = convert(source(cls, max_position_embeddings=20), "window:3+mlp:4")
+    model.generation_config.eos_token_id = None
+    folder = save(model, tmp_path / "bounded")
+    (tmp_path / "text.txt").write_text(TEXT)
+    ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
+    expected = perplexity(token_nll(model, ids, window=end, context=end - end // 4))
+    assert main(["evaluate", str(folder), "--file", str(tmp_path / "text.txt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(expected)
+    assert main(["evaluate", str(folder), "--file", str(tmp_path / "text.txt"), "--context", str(end + 1)]) == 2
+    assert f"end after {end} tokens" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "w5 w9 w20", "--tokens", str(end - 2)]) == 0
+    assert f"{end - 2} written" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--prompt", "w5 w9 w20", "--tokens", str(end - 1)]) == 2
+    said = capsys.readouterr().err
+    assert f"end after {end} tokens: prompt and --tokens may be {end + 1} together, and are 3 and {end - 1}" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "cls", "text", "found"),
+    [("text-generation", transformers.LlamaForCausalLM, "w5 w9", "generated_text"),
+     ("fill-mask", transformers.BertForMaskedLM, "w5 w60 w9", "token_str"),
+     ("text-classification", transformers.RobertaForSequenceClassification, "w5 w9", "label")],
+)  # fmt: skip
+def test_pipelines(task, cls, text, found, tmp_path):
+    folder = save(convert(source(cls), "window:3+mlp:4"), tmp_path)
+    run = transformers.pipeline(task, model=str(folder))
+    assert type(run.model).__name__.startswith("Bounded")
+    assert found in run(text)[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["convert", "{}/nowhere", "{}/new"], "no saved model at"),
         (["convert", "{}/llama", "{}/llama"], "exists and is not empty"),
         (["convert", "{}/t5", "{}/new"], "T5Model, of no supported family; supported are bart, bert, gpt2"),
+        (
+            ["convert", "{}/tagger", "{}/new"],
+            "LlamaForTokenClassification, which is not supported; of llama these are: LlamaModel, LlamaForCausalLM, Ll",
+        ),
         (["convert", "{}/llama", "{}/new", "--control", "luna"], "'luna' cannot be causal"),
         (["convert", "{}/llama", "{}/new", "--control", "mpl"], "unknown control 'mpl'"),
         (["convert", "{}/llama", "{}/new", "--where", "cross"], "no 'cross' attention"),
@@ -71,8 +127,10 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_line(llama, tmp_path, arguments, said, capsys):
-    (tmp_path / "t5").mkdir()
-    (tmp_path / "t5" / "config.json").write_text(json.dumps({"architectures": ["T5Model"]}))
+    for name, held in (("t5", "T5Model"), ("tagger", "LlamaForTokenClassification")):
+        (tmp_path / name).mkdir()
+        config = {"architectures": [held], "model_type": {"tagger": "llama"}.get(name, name)}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     try:
         code = main([argument.format(tmp_path) for argument in arguments])
     except SystemExit as exit:

@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import BODIES, CLASSES, SPECS, batch, inputs, outputs, source  # noqa: E402
+from hf_sources import CLASSES, SPECS, TRAINED, batch, inputs, outputs, rows, source  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
@@ -88,9 +88,38 @@ def test_layers_and_sites_are_chosen():
     chosen = {name: module.control.describe() for name, module in attentions(model).items()}
     assert chosen.pop("decoder.layers.1.encoder_attn") == "mlp:4"
     assert set(chosen.values()) == {"softmax:0"}
-    expected = source(BART)
-    exact = hf.convert(source(BART), "mlp", 4, where=("cross",), layers=[])
-    assert (outputs(exact, inputs(exact)) - outputs(expected, inputs(expected))).abs().max() < 1e-4
+    only_self = hf.convert(source(BART), "mlp", {"self": 3}, where=["self"])
+    assert {name: control.slots for name, control in only_self.controls.items()} == {"self": 3}
+
+
+@pytest.mark.parametrize("cls", [transformers.MarianForCausalLM, transformers.BartForCausalLM])
+def test_a_decoder_alone_has_no_control_for_an_encoder(cls):
+    """Its modules of cross-attention are there, as in the source, exact, and read nothing unless given something."""
+    model = hf.convert(source(cls), "mlp", {"self": 4})
+    assert set(model.controls) == {"self"}
+    assert hf.models.has_bounded_state(model)
+    with pytest.raises(ValueError, match="has no 'cross' attention; it has: self"):
+        hf.convert(source(cls), "mlp", where=("cross",))
+
+
+SOME = "reads a memory of fixed size at the sites and layers below, and is exact elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"control": "mlp", "slots": 4}, "reads a memory of fixed size instead of every key and value"),
+        ({"control": "mlp", "slots": 4, "layers": [1]}, SOME),
+        ({"control": "mlp", "slots": 4, "where": ["cross"]}, SOME),
+        ({"control": "softmax"}, "is exact and keeps every key and value"),
+    ],
+)
+def test_the_card_says_what_is_bounded(options, said, tmp_path):
+    hf.convert(source(MARIAN), **options).save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"A marian model whose attention {said}" in card
+    assert f"| layers | {options.get('layers', ['all'])[0]} |" in card
+    assert f"| sites of attention | {options.get('where', ['all'])[0]} |" in card
 
 
 def test_controls_that_need_the_whole_sequence_serve_encoders():
@@ -110,6 +139,12 @@ def test_controls_that_need_the_whole_sequence_serve_encoders():
         (lambda: hf.convert(source(LLAMA), "mlp", where=("cross",)), "has no 'cross' attention; it has: self"),
         (lambda: hf.convert(source(LLAMA), "mlp", where=("decoder",)), "unknown site 'decoder'"),
         (lambda: hf.convert(source(LLAMA), "mlp", layers=[2]), "layers are 0 to 1"),
+        (lambda: hf.convert(source(LLAMA), "mlp", layers=[]), r"layers=\[\] selects nothing"),
+        (lambda: hf.convert(source(LLAMA), "mlp", where=()), r"where=\[\] selects nothing"),
+        (lambda: hf.convert(source(BART), "mlp", {"self": 4, "cross": 4}), "these are: encoder, self, cross"),
+        (lambda: hf.convert(source(LLAMA), "mlp", {"self": 4, "cross": 4}), "and for no other; .* these are: self"),
+        (lambda: hf.convert(source(BART), "mlp", {"self": 4, "cross": 4}, where=["self"]), "these are: self"),
+        (lambda: hf.convert(source(LLAMA), "mlp", {}), "these are: self"),
         (lambda: hf.convert(hf.convert(source(LLAMA), "mlp")), "already"),
         (lambda: hf.convert(torch.nn.Linear(2, 2)), "a Linear cannot be converted; supported: Bart"),
     ],
@@ -147,13 +182,11 @@ def test_half_precision_keeps_the_memory_whole():
 SCRIPT = """
 import sys, json, torch
 sys.path.insert(0, sys.argv[3])
-from hf_sources import BODIES, NO_DROPOUT, SPECS, source
+from hf_sources import NO_DROPOUT, SPECS, TRAINED, rows, source
 from abc_attn.hf import convert
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 folder, batch_size = sys.argv[1], int(sys.argv[2])
-ids = torch.randint(3, 60, (16, 10), generator=torch.Generator().manual_seed(0))
-data = [{"input_ids": row, "labels": row} for row in ids]
 losses = {}
 class Watch(TrainerCallback):
     def on_log(self, arguments, state, control, logs=None, **given):
@@ -161,12 +194,12 @@ class Watch(TrainerCallback):
 arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=batch_size, logging_steps=1,
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-3, seed=0,
     ddp_find_unused_parameters=False)
-for cls in BODIES:
+for cls in TRAINED:
     for control, slots, options in SPECS:
         case = f"{cls.__name__}, {control} {options}"
         losses[case] = []
         model = convert(source(cls, **NO_DROPOUT), control, slots, **options)
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
+        trainer = Trainer(model, arguments, train_dataset=rows(model, 16), callbacks=[Watch()])
         trainer.train()
 if trainer.is_world_process_zero():
     print(json.dumps(losses))
@@ -189,26 +222,25 @@ def run_script(tmp_path, name, batch_size, *launcher):
 
 def trainer(folder, steps, cls, control, slots, options):
     model = hf.convert(source(cls), control, slots, **options)
-    ids = torch.randint(3, 60, (8, 10), generator=torch.Generator().manual_seed(0))
     arguments = transformers.TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=4, save_steps=1, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, learning_rate=1e-2, lr_scheduler_type="constant",
     )  # fmt: skip
-    return hf.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    return hf.Trainer(model, arguments, train_dataset=rows(model, 8))
 
 
 # All of them would take minutes: beyond this one they are run by `make test-hf`.
 QUICK = (LLAMA, ("window:3+mlp:4", None, {"gate": True}))
-TRAINED = [
+CASES = [
     pytest.param(
         cls, *spec, marks=() if (cls, spec) == QUICK else pytest.mark.processes, id=f"{cls.__name__}-{spec[0]}"
     )
-    for cls in BODIES
+    for cls in TRAINED
     for spec in SPECS
 ]
 
 
-@pytest.mark.parametrize(("cls", "control", "slots", "options"), TRAINED)
+@pytest.mark.parametrize(("cls", "control", "slots", "options"), CASES)
 def test_training_resumes_and_a_finished_run_stays_as_it_is(cls, control, slots, options, tmp_path):
     whole = trainer(tmp_path / "whole", 3, cls, control, slots, options)
     whole.train()
@@ -242,7 +274,7 @@ def test_two_processes_train_as_one(tmp_path):
         "localhost:0",
     ]
     together = run_script(tmp_path, "two", 2, *launcher)
-    assert len(alone) == len(BODIES) * len(SPECS)
+    assert len(alone) == len(TRAINED) * len(SPECS)
     for case, losses in alone.items():
         assert len(losses) == 3
         assert losses == pytest.approx(together[case], abs=2e-4), case

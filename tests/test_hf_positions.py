@@ -91,6 +91,25 @@ def test_left_padding_does_not_count():
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
 
 
+@pytest.mark.parametrize("control", ["global:2+window:4", "window:5"])
+def test_saved_loaded_and_beams_past_the_slots(control, tmp_path):
+    model = convert(source(LLAMA), control, positions="slot")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(3, 60, (2, 30))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        caches = [each(ids).past_key_values for each in (model, loaded)]
+        steps = [
+            each(ids[:, :3], past_key_values=cache).logits for each, cache in zip((model, loaded), caches, strict=True)
+        ]
+    assert torch.equal(*steps)
+    given = batch(left=True)  # of 12, 7 and 3 tokens, and 12 more
+    for beams in (1, 4):
+        options = {"num_beams": beams, "max_new_tokens": 12, "min_new_tokens": 12}
+        assert torch.equal(loaded.generate(**given, **options), model.generate(**given, **options, use_cache=False))
+
+
 @pytest.mark.parametrize(
     ("control", "said"),
     [("mlp:4", "'mlp'"), ("global:2+mlp:4", "mlp:4'"), ("random:4", "'random'"), ("softmax", "'softmax'")],

@@ -1,4 +1,7 @@
-"""transformers' own tests of a model, on bounded Llama, RoBERTa and Marian; `make test-hf` fetches and runs them."""
+"""transformers' own tests of a model, on bounded Llama, RoBERTa and Marian; `make test-hf` fetches and runs them.
+
+The sdist has the common tests and not those of each family, so that the configs and batches are ours.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,7 @@ class Tester:
 
 class Common(common.ModelTesterMixin):
     has_attentions = False  # weights over slots are no weights over tokens
+    test_can_init_all_missing_weights_before_2023 = True  # a file with no year in it is taken for an old one
 
     def setUp(self):
         self.model_tester = self.Tester(self)
@@ -107,6 +111,16 @@ class TestRoberta(Common, unittest.TestCase):
             )  # fmt: skip
 
 
+class TestRobertaDecoder(Common, unittest.TestCase):
+    all_model_classes = (hf.BoundedRobertaForCausalLM,)
+
+    class Tester(TestRoberta.Tester):
+        def get_config(self):
+            config = super().get_config()
+            config.is_decoder = True
+            return config
+
+
 class TestMarian(Common, unittest.TestCase):
     all_model_classes = (hf.BoundedMarianModel, hf.BoundedMarianForConditionalGeneration)
     is_encoder_decoder = True
@@ -118,6 +132,20 @@ class TestMarian(Common, unittest.TestCase):
                 decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, max_position_embeddings=64,
                 pad_token_id=0, decoder_start_token_id=0, eos_token_id=2, control="mlp", slots=4,
             )  # fmt: skip
+
+
+class TestMarianDecoder(Common, unittest.TestCase):
+    all_model_classes = (hf.BoundedMarianForCausalLM,)
+    test_all_params_have_gradient = False  # in transformers it has the weights of a cross-attention that reads nothing
+
+    def test_causal_lm_loss_honors_shift_labels(self):
+        self.skipTest("transformers' MarianForCausalLM has a loss of its own, without shift_labels")
+
+    class Tester(TestMarian.Tester):
+        def get_config(self):
+            config = super().get_config()
+            config.is_decoder, config.is_encoder_decoder = True, False
+            return config
 
 
 assert transformers.__version__ in FOLDER, f"{FOLDER} are the tests of another version than {transformers.__version__}"

@@ -7,9 +7,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from abc_attn import CONTROLS
 from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
 
-CONTROLS = ["softmax", "mlp:8", "linformer:8", "random:8", "elu", "rfa:8", "t2r:8", "window:4+mlp:4"]
+# Every control that can be causal, and a composition.
+WIDTHS = {"softmax": "", "elu": "", "dpfp": ""}  # those that do not take any number of slots
+ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
+SPECS = [*(name + WIDTHS.get(name, ":8") for name in ONLINE), "window:4+mlp:4"]
 
 
 def tiny(control="mlp:8", **options):
@@ -68,27 +72,29 @@ def test_a_batch_without_rare_words_has_a_loss():
         model(words, labels=words, shift_labels=words)
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", SPECS)
 def test_generation_with_the_state_is_generation_without(control):
     model = tiny(control, pad_token_id=0).double().eval()
     prompts = torch.randint(1, 97, (2, 9))
     for options in ({}, {"num_beams": 3}):
-        settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompts)} | options
+        settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompts)} | options
         cached = model.generate(prompts, **settings)
         assert torch.equal(cached, model.generate(prompts, use_cache=False, **settings))
     padded = F.pad(prompts, (4, 0))
     mask = F.pad(torch.ones_like(prompts), (4, 0))
-    left = model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False)
+    left = model.generate(padded, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, do_sample=False)
     assert torch.equal(left[:, 4:], alone)
 
 
 def test_another_cache_is_refused():
     with pytest.raises(ValueError, match="cache_implementation='static'"):
         tiny().generate(torch.ones(1, 3, dtype=torch.int64), cache_implementation="static", max_new_tokens=2)
+    with pytest.raises(ValueError, match="continuous batching"):
+        tiny().generate_batch([[3, 4]])
 
 
-@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("control", SPECS)
 @pytest.mark.parametrize("tie_control", [True, False])
 def test_saved_and_loaded(control, tie_control, tmp_path):
     model = tiny(control, tie_control=tie_control).eval()
@@ -97,6 +103,14 @@ def test_saved_and_loaded(control, tie_control, tmp_path):
     assert type(again) is AdaptiveLM
     words = torch.randint(97, (2, 12))
     torch.testing.assert_close(again(words).logits, model(words).logits, rtol=0, atol=0)
+    card = (tmp_path / "README.md").read_text()
+    assert f"| control | `{control}` |" in card
+    assert ("keeps every key and value" in card) == (control == "softmax")
+
+
+def test_the_card_has_the_slots(tmp_path):
+    tiny("mlp", slots=6).save_pretrained(tmp_path)
+    assert "| slots | `6` |" in (tmp_path / "README.md").read_text()
 
 
 def test_each_layer_may_have_its_own_control(tmp_path):

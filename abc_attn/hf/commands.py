@@ -18,7 +18,7 @@ from transformers.utils import logging
 from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache, state_bytes
 from abc_attn.hf.convert import convert
-from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel
+from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel, has_bounded_state, most_tokens
 
 # A command says what it has to say itself.
 logging.set_verbosity_error()
@@ -44,16 +44,22 @@ def load_model(folder: Path) -> PreTrainedModel:
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no saved model at {folder}: a folder with config.json and weights is needed")
     try:
-        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    names = saved.get("architectures") or []
     known = {cls.__name__: cls for cls in BOUNDED} | {n: c for n, c in CLASSES.items() if not n.endswith("Config")}
     known |= {AdaptiveLM.__name__: AdaptiveLM}
     cls = next((known[name] for name in names if name in known), None)
     if cls is None:
-        families = sorted({original.config_class.model_type for original in BOUNDED if original.config_class})
+        held = f"{folder} holds {' and '.join(names) or 'no named architecture'}"
+        types: dict[str, Any] = {name: cls.config_class for name, cls in known.items()}
+        family = [name for name, config in types.items() if config.model_type == saved.get("model_type")]
+        if family:
+            raise ValueError(f"{held}, which is not supported; of {saved['model_type']} these are: {', '.join(family)}")
+        families = sorted({types[cls.__name__].model_type for cls in BOUNDED})
         raise ValueError(
-            f"{folder} holds {' and '.join(names) or 'no named architecture'}, of no supported family; supported are "
+            f"{held}, of no supported family; supported are "
             f"{', '.join(families)}, as {', '.join(sorted(cls.__name__ for cls in BOUNDED))}"
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
@@ -76,6 +82,12 @@ def generate_text(folder: Path, prompt: str, *, tokens: int, temperature: float,
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if not ids.shape[1]:
         raise ValueError("the prompt is empty; give at least one word")
+    limit = most_tokens(model)
+    if limit is not None and ids.shape[1] + tokens > limit + 1:  # the last token is written and not read
+        raise ValueError(
+            f"the positions of this {type(model).__name__} end after {limit} tokens: prompt and --tokens may be "
+            f"{limit + 1} together, and are {ids.shape[1]} and {tokens}; ask for fewer tokens or shorten the prompt"
+        )
     cache = (
         BoundedCache()
         if isinstance(model, BoundedModel | AdaptiveLM)
@@ -92,7 +104,8 @@ def generate_text(folder: Path, prompt: str, *, tokens: int, temperature: float,
     seconds = time.perf_counter() - (started or 0.0)
     print()
     if isinstance(model, BoundedModel | AdaptiveLM):
-        size = f"state {state_bytes(cache):,} bytes, whatever the length"
+        grows = "whatever the length" if has_bounded_state(model) else "growing where attention is exact"
+        size = f"state {state_bytes(cache):,} bytes, {grows}"
     else:
         kept: Any = cache.layers
         size = f"keys and values {sum(2 * layer.keys.nbytes for layer in kept):,} bytes, growing"

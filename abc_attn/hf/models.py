@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -15,10 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
+from abc_attn.controls.positional import Softmax
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention, adapter_of
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.positions import POSITIONS, SlotRotary
+from abc_attn.hf.stateful import Stateful, model_card
 
 SITES = ("self", "cross", "encoder")
 
@@ -40,6 +41,11 @@ class BoundedConfig:
         for name in ("layers", "where"):
             if getattr(self, name) is not None:
                 setattr(self, name, list(getattr(self, name)))  # as JSON will give it back
+                if not getattr(self, name):
+                    raise ValueError(
+                        f"{name}=[] selects nothing, so that no attention would be bounded: leave {name} out for all, "
+                        "or use control='softmax' for exact attention"
+                    )
         for site in (*(self.where or ()), *(self.slots if isinstance(self.slots, dict) else ())):
             if site not in SITES:
                 raise ValueError(f"unknown site {site!r} of attention; accepted: {', '.join(SITES)}")
@@ -48,10 +54,9 @@ class BoundedConfig:
         super().__post_init__(**given)  # type: ignore[misc]
 
 
-class BoundedModel(PreTrainedModel):
+class BoundedModel(Stateful):
     """Mixed into a model class of transformers: builds it as ever, then puts bounded attention in place of its own."""
 
-    _is_stateful = True  # generate() then refuses assisted decoding, which would have to take tokens back
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -61,6 +66,7 @@ class BoundedModel(PreTrainedModel):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
+        self.init_weights()  # of what is new: a control starts in the same way here and where a checkpoint lacks it
 
     def bind_attention(self) -> None:
         """Replace every attention of the model. Those that the config leaves out become exact: control "softmax"."""
@@ -73,12 +79,20 @@ class BoundedModel(PreTrainedModel):
                     places.setdefault(adapter.site(child), []).append((parent, name, adapter))
         if not places:  # transformers built the body of this model by AutoModel, so that it is bounded already
             return
+        # Marian's and BART's decoders have the modules of a cross-attention even where there is no encoder to read.
+        sites = [site for site in places if site != "cross" or self._reads_encoder()]
         for site in config.where or ():
-            if site not in places:
-                has = ", ".join(places)
+            if site not in sites:
+                has = ", ".join(sites)
                 raise ValueError(
                     f"where={config.where}: {type(self).__name__} has no {site!r} attention; it has: {has}"
                 )
+        chosen = sites if config.where is None else config.where
+        if isinstance(config.slots, dict) and {*config.slots} != {*chosen}:
+            raise ValueError(
+                f"slots={config.slots} must give a number for each site of attention that is bounded, and for no "
+                f"other; in this {type(self).__name__} these are: {', '.join(chosen)}"
+            )
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
             raise ValueError(f"layers={config.layers}: this model's layers are 0 to {depth - 1}")
@@ -90,7 +104,7 @@ class BoundedModel(PreTrainedModel):
                 shape = {"embed_dim": adapter.width(original), "num_heads": sizes["num_kv_heads"]}
                 shape |= {"head_dim": sizes["head_dim"], "causal": site == "self"}
                 key = site if config.tie_control else f"{site}_{index}"
-                if site not in (config.where or places) or (config.layers is not None and index not in config.layers):
+                if site not in chosen or (config.layers is not None and index not in config.layers):
                     control = make_control("softmax", **shape)
                 elif key in self.controls:
                     control = self.controls[key]  # type: ignore[assignment]
@@ -102,9 +116,13 @@ class BoundedModel(PreTrainedModel):
         if config.positions == "slot":
             self._count_positions_in_slots()
 
+    def _reads_encoder(self) -> bool:
+        config: Any = self.config
+        return config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+
     def _make_control(self, site: str, shape: dict[str, Any]) -> Control:
         config: Any = self.config
-        slots = config.slots.get(site) if isinstance(config.slots, dict) else config.slots
+        slots = config.slots[site] if isinstance(config.slots, dict) else config.slots
         with torch.device("cpu"):  # never on the meta device, where random directions cannot be drawn from a seed
             return make_control(config.control, slots, **shape, **config.control_options)
 
@@ -134,14 +152,6 @@ class BoundedModel(PreTrainedModel):
                     return
         super()._init_weights(module)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
-        """As ever, and a model card (README.md) beside the weights if there is none."""
-        saved = super().save_pretrained(save_directory, *arguments, **options)
-        card = Path(save_directory) / "README.md"
-        if Path(save_directory).is_dir() and not card.exists():
-            card.write_text(model_card(self), encoding="utf-8")
-        return saved
-
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, IMPLEMENTATION):
             raise ValueError(
@@ -160,26 +170,25 @@ class BoundedModel(PreTrainedModel):
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             cache: Cache = BoundedCache()
-            if self.config.is_encoder_decoder:
+            if self._reads_encoder():
                 cache = EncoderDecoderCache(cache, BoundedCache())
             model_kwargs["past_key_values"] = cache
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
 
-    def generate_batch(self, *arguments: Any, **options: Any) -> NoReturn:
-        self._refuse_continuous_batching()
-
-    def init_continuous_batching(self, *arguments: Any, **options: Any) -> NoReturn:
-        self._refuse_continuous_batching()
-
-    def continuous_batching_context_manager(self, *arguments: Any, **options: Any) -> NoReturn:
-        self._refuse_continuous_batching()
-
-    def _refuse_continuous_batching(self) -> NoReturn:
-        raise ValueError(
-            "continuous batching pages keys and values, which a bounded model does not keep: "
-            "use generate() with a padded batch"
-        )
+    def card(self) -> str:
+        config: Any = self.config
+        auto = next(auto.__name__ for kind, auto in AUTO.items() if type(self).__name__.endswith(kind))
+        bounded = {}
+        if config.where is not None or config.layers is not None:
+            bounded = {"bounded": "reads a memory of fixed size at the sites and layers below, and is exact elsewhere"}
+        facts = {
+            "sites of attention": ", ".join(config.where) if config.where else "all",
+            "layers": ", ".join(map(str, config.layers)) if config.layers else "all",
+            "positions": f"`{config.positions}`",
+            "source model": f"`{config.source_model}`" if config.source_model else "none: it was built from its config",
+        }
+        return model_card(self, f"{config.model_type.removeprefix('bounded_')} model", auto, **bounded, **facts)
 
 
 def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
@@ -194,45 +203,20 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
     return arguments, given
 
 
-def model_card(model: BoundedModel) -> str:
-    """A README.md that says what the model is, in the form that model hubs read."""
+def has_bounded_state(model: PreTrainedModel) -> bool:
+    """Whether what a model remembers of the text it reads has one size, whatever the length."""
+    causal = [module for module in model.modules() if isinstance(module, MemoryAttention) and module.causal]
+    return bool(causal) and not any(isinstance(attention.control, Softmax) for attention in causal)
+
+
+def most_tokens(model: PreTrainedModel) -> int | None:
+    """The length at which a model's positions end; None if they do not: rotary ones, or sinusoids made when needed."""
     config: Any = model.config
-    name = type(model).__name__
-    auto = next(auto.__name__ for kind, auto in AUTO.items() if name.endswith(kind))
-    facts = {
-        "control": f"`{config.control}`",
-        "slots": f"`{config.slots}`" if config.slots is not None else "as the control says (64 if it does not)",
-        "options": f"`{config.control_options}`" if config.control_options else "none",
-        "sites of attention": ", ".join(config.where) if config.where else "all",
-        "layers": ", ".join(map(str, config.layers)) + " (the others are exact)" if config.layers else "all",
-        "control tied across layers": "yes" if config.tie_control else "no",
-        "positions": f"`{config.positions}`",
-        "source model": f"`{config.source_model}`" if config.source_model else "none: it was built from its config",
-    }
-    rows = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
-    return f"""---
-library_name: transformers
-tags:
-- abc-attn
-- bounded-memory
----
-
-# {name}
-
-A {config.model_type.removeprefix("bounded_")} model whose attention reads a memory of fixed size instead of every
-key and value ([ABC: Attention with Bounded-memory Control](https://aclanthology.org/2022.acl-long.515)).
-
-| | |
-|---|---|
-{rows}
-
-```python
-import abc_attn.hf  # makes the Auto classes know this model
-from transformers import {auto}
-
-model = {auto}.from_pretrained("path/to/this/folder")
-```
-"""
+    table = getattr(config, "max_position_embeddings", None)
+    if table is None or any(hasattr(module, "rotary_emb") for module in model.modules()):
+        return None
+    # RoBERTa's positions are counted from the number of its padding token on.
+    return table - config.pad_token_id - 1 if config.model_type.endswith("roberta") else table
 
 
 AUTO = {
