@@ -22,6 +22,7 @@ from abc_attn.training.recipe import Recipe, load_recipe
 from abc_attn.training.run import STARTED, open_corpus, prepare
 
 SCALES = ("small", "full")
+WINDOW = 512  # tokens that are read at once when scoring, as in the paper; `block_size` is the training's affair
 
 
 class Table(NamedTuple):
@@ -155,7 +156,7 @@ def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float 
         figures[split] = {}
         for context in contexts:
             started = time.monotonic()
-            nll = token_nll(model, tokens, window=recipe.settings.block_size, context=context)
+            nll = token_nll(model, tokens, window=WINDOW, context=context)
             figures[split][str(context)] = figure = perplexity(nll, words)
             seconds = time.monotonic() - started
             print(f"  {split}, context {context}: {figure:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
