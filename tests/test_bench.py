@@ -31,6 +31,7 @@ def small(monkeypatch):
     """One thread, small matrices, and no process of its own for each figure of memory (one test has them)."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(measure, "SGEMM_SIZE", 64)
+    monkeypatch.setattr(bench, "ALONE", 2)
     monkeypatch.setattr(bench, "peak_memory", lambda work: 1000 * work.tokens * (2 if work.ours else 3))
     yield
     torch.set_num_threads(threads)
