@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,34 +41,21 @@ _BEFORE = ("old_k", "old_v", "old_mass", "old_total")
 _AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
-_RING_SIZES = ("rows", "heads", "g", "n", "d", "e", "sinks", "threads")
-_BAND_SIZES = ("rows", "heads", "g", "t", "lead", "window", "sinks", "d", "e", "threads")
-_BAND_POINTERS = ("q", "to_sinks", "sink_k", "sink_v", "k", "v", "missing", "count", "out")
-_RING_POINTERS = ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out")
+def _struct(sizes: Sequence[str], pointers: Sequence[str]) -> Any:
+    """A struct of native.cpp: sizes, the queries' scale, pointers."""
+    fields = [(name, ctypes.c_int64) for name in sizes] + [("scale", ctypes.c_float)]
+    return type("Struct", (ctypes.Structure,), {"_fields_": fields + [(name, ctypes.c_void_p) for name in pointers]})
 
 
-class _Args(ctypes.Structure):  # struct Args of native.cpp
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-    )
-
-
-class _Ring(ctypes.Structure):  # struct Ring of native.cpp
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _RING_SIZES),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _RING_POINTERS),
-    )
-
-
-class _Band(ctypes.Structure):  # struct Band of native.cpp
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _BAND_SIZES),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _BAND_POINTERS),
-    )
+_Args = _struct(_SIZES, _POINTERS)
+_Ring = _struct(
+    ("rows", "heads", "g", "n", "d", "e", "sinks", "threads"),
+    ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out"),
+)
+_Band = _struct(
+    ("rows", "heads", "g", "t", "lead", "window", "sinks", "d", "e", "threads"),
+    ("q", "to_sinks", "sink_k", "sink_v", "k", "v", "missing", "count", "out"),
+)
 
 
 def _load() -> ctypes.CDLL | str:
@@ -434,7 +422,7 @@ def _library() -> ctypes.CDLL:
 
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, phi: Tensor, mean: bool, linear: bool, mask_empty: bool, causal: bool, scale: float
-) -> _Args:
+) -> Any:
     b, h, t, d = k.shape
     n, e = phi.shape[-1], v.shape[-1]
     sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": n, "d": d, "e": e, "queries": q.shape[2]}
@@ -450,7 +438,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _call(args: _Args, **tensors: Tensor | None) -> None:
+def _call(args: Any, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
             setattr(args, name, x.data_ptr())
