@@ -68,6 +68,7 @@ def draw(task: str, results: Path) -> Path:
         axes.axhline(sum(level) / len(level), color="black", linestyle=":", label="softmax")
     axes.set(xscale="log", xlabel="slots", ylabel="share of right answers", title=task, ylim=(0, 1.02))
     axes.set_xticks(SLOTS, [str(slots) for slots in SLOTS])
+    axes.minorticks_off()
     axes.legend()
     path = results / task / "accuracy.png"
     figure.savefig(path, dpi=120)
