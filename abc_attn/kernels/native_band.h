@@ -37,8 +37,10 @@ static void band_stretch(const Band *a, int64_t unit, float *scratch) {
     const int64_t sinks = whole(a->sinks), wide = sinks + whole(count), total = a->lead + a->t;
     float *keys = scratch, *turned = keys + wide * d, *values = turned + wide * d, *z = values + wide * e;
     memset(keys, 0, wide * d * sizeof(float)), memset(values, 0, wide * e * sizeof(float));
-    memcpy(keys, a->sink_k + row * a->sinks * d, a->sinks * d * sizeof(float));
-    memcpy(values, a->sink_v + row * a->sinks * e, a->sinks * e * sizeof(float));
+    if (a->sinks) {  // of none there may be no address
+        memcpy(keys, a->sink_k + row * a->sinks * d, a->sinks * d * sizeof(float));
+        memcpy(values, a->sink_v + row * a->sinks * e, a->sinks * e * sizeof(float));
+    }
     memcpy(keys + sinks * d, a->k + (row * total + low) * d, count * d * sizeof(float));
     memcpy(values + sinks * e, a->v + (row * total + low) * e, count * e * sizeof(float));
     transpose(wide, d, keys, d, turned, wide);
