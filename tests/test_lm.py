@@ -77,13 +77,13 @@ def test_generation_with_the_state_is_generation_without(control):
     model = tiny(control, pad_token_id=0).double().eval()
     prompts = torch.randint(1, 97, (2, 9))
     for options in ({}, {"num_beams": 3}):
-        settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(prompts)} | options
+        settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompts)} | options
         cached = model.generate(prompts, **settings)
         assert torch.equal(cached, model.generate(prompts, use_cache=False, **settings))
     padded = F.pad(prompts, (4, 0))
     mask = F.pad(torch.ones_like(prompts), (4, 0))
-    left = model.generate(padded, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, do_sample=False)
+    left = model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    alone = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False)
     assert torch.equal(left[:, 4:], alone)
 
 
