@@ -93,6 +93,7 @@ class MemoryAttention(nn.Module):
                 dropout=self.dropout if self.training else 0.0,
                 to_sinks=to_sinks,
                 in_place=self.in_place,
+                native=self.backend != "torch",
             )
         length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
         length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))

@@ -312,6 +312,17 @@ def test_a_native_band_of_what_does_not_fit_is_not_read():
         assert native_band(**given | {name: wrong}, scale=1.0) is None
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_torch_backend_leaves_bands_to_torch(backend, monkeypatch):
+    taken = []
+    native = banded.native_band
+    monkeypatch.setattr(banded, "native_band", lambda *given: taken.append(1) or native(*given))
+    attention = BoundedAttention(32, 2, "window:5", causal=True, backend=backend)
+    with torch.no_grad():
+        attention(torch.randn(1, 12, 32))
+    assert bool(taken) == (backend == "auto")
+
+
 def test_a_native_band_is_left_to_torch_where_gradients_are_asked_for():
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     options = {"control": "", "scale": None, "dropout": 0.0, "key_padding_mask": None}

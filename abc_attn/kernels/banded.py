@@ -57,11 +57,12 @@ def banded(
     dropout: float,
     to_sinks: Tensor | None = None,
     in_place: bool = False,
+    native: bool = True,
 ) -> tuple[Tensor, State]:
     """What the control, described by `control`, and `scan` would give: outputs and state.
 
     `to_sinks`, shaped as q, is what the sinks are read by in the place of q. `in_place`: the memory of `state` may be
-    written to, which spares a copy of it at each token.
+    written to, which spares a copy of it at each token. `native`: the compiled kernels may be used, where they apply.
     """
     t, memory = k.shape[2], None if state is None else state.memory
     count = torch.zeros(len(k), dtype=torch.int64, device=k.device) if state is None else state.length
@@ -80,10 +81,10 @@ def banded(
         if t == 1:
             memory = empty_memory(k, v, band.rows) if memory is None else memory
             out, memory = _one_token(
-                q, to_sinks, k, v, band, memory, count, place, scale, key_padding_mask, dropout, in_place
+                q, to_sinks, k, v, band, memory, count, place, scale, key_padding_mask, dropout, in_place, native
             )
         elif key_padding_mask is None:
-            out, memory = _in_blocks(q, to_sinks, k, v, band, memory, count, place.end, scale, dropout)
+            out, memory = _in_blocks(q, to_sinks, k, v, band, memory, count, place.end, scale, dropout, native)
         else:  # the real tokens to the front, in order, and their outputs back to where they were
             real = (~key_padding_mask).cumsum(1)
             order = key_padding_mask.sort(dim=1, stable=True).indices[:, None, :, None]
@@ -92,7 +93,7 @@ def banded(
                 x.take_along_dim(order, 2).masked_fill(past_end, 0) for x in (q, k, v, to_sinks) if x is not None
             )
             out, memory = _in_blocks(
-                q, others[0] if others else None, k, v, band, memory, count, place.end, scale, dropout
+                q, others[0] if others else None, k, v, band, memory, count, place.end, scale, dropout, native
             )
             out = out.take_along_dim((real - 1).clamp(min=0)[:, None, :, None], 2)
     if key_padding_mask is not None:
@@ -132,9 +133,10 @@ def _one_token(
     key_padding_mask: Tensor | None,
     dropout: float,
     in_place: bool,
+    native: bool,
 ) -> tuple[Tensor, Memory]:
     """One row of the memory is replaced, and the memory is read as it lies: a softmax knows no order."""
-    if in_place and place.full and not dropout and key_padding_mask is None and band.dilation == 1:
+    if native and in_place and place.full and not dropout and key_padding_mask is None and band.dilation == 1:
         out = native_ring_step(q, to_sinks, k, v, memory, place.row, band.sinks, scale)
         if out is not None:
             return out, memory
@@ -181,6 +183,7 @@ def _in_blocks(
     end: Tensor,
     scale: float,
     dropout: float,
+    native: bool,
 ) -> tuple[Tensor, Memory]:
     """t tokens after the first `count` `b`, of which those before `end` `b` are real: outputs and memory."""
     sinks, window, dilation = band
@@ -196,7 +199,7 @@ def _in_blocks(
         lead = ring
 
     out = None
-    if dilation == 1 and not dropout and has_values(k):
+    if native and dilation == 1 and not dropout and has_values(k):
         out = native_band(q, to_sinks, (sink_k, sink_v), k, v, window, lead - begin, count, scale)
     if out is None:
         read_k, read_v = (sink_k, k), (sink_v, v)
