@@ -326,7 +326,7 @@ def test_mlp_replaces_what_a_slot_held(activation, causal):
     attn, x = attention("mlp", 3, causal=causal, **options), tokens()
 
     def replaced(q, k, v):
-        share, K, V, memories = alphas(attn, x)[..., None].clamp(max=0.9), 0, 0, []
+        share, K, V, memories = 0.9 * alphas(attn, x)[..., None], 0, 0, []
         for t in range(T):
             K, V = ((1 - share[:, :, t]) * A + share[:, :, t] * y[:, :, t, None] for A, y in ((K, k), (V, v)))
             memories.append((K, V, torch.ones(3)))

@@ -24,7 +24,7 @@ class MLP(Control):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
     Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in
-    the place of what its slots held, A_t = (1 - alpha_t) A_{t-1} + alpha_t [k_t, v_t] with alpha_t at most 0.9, as
+    the place of what its slots held, A_t = (1 - beta_t) A_{t-1} + beta_t [k_t, v_t] with beta_t = 0.9 alpha_t, as
     gated slot attention does (Zhang et al. 2024).
     """
 
@@ -80,8 +80,8 @@ class MLP(Control):
         if self.normalization == "replace":
             if key_padding_mask is not None:
                 log_alpha = log_alpha.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
-            alpha = log_alpha.exp().clamp(max=MOST_REPLACED)
-            return Write(alpha, torch.log1p(-alpha)), None
+            beta = MOST_REPLACED * log_alpha.exp()
+            return Write(beta, torch.log1p(-beta)), None
         assert state is not None
         gate = None if self.gate is None else self.gate(x)
         if self.normalization == "mean" or not self.causal:

@@ -54,7 +54,7 @@ struct Band {
     float *out;
 };
 
-enum { SEGMENT = 256 };  // tokens between checkpoints
+enum { SEGMENT = 256, PAGE = 1024 };  // tokens between checkpoints; floats
 enum { STRETCH = 96 };   // queries of a band that one thread takes at a time
 
 // One token of which no gradient is asked, as in decoding.

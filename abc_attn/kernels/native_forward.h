@@ -7,8 +7,9 @@
 // which covers both ways of writing:
 //     running mean of log-weights s (A the running sum):  c_j = exp(s_j - top),   x_t = exp(top) / A_t
 //     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t)
-// so a piece is a handful of small products of matrices, and nothing is divided but once for each query and slot. A piece
-// is 16 or 32 tokens where the range of exponents inside it is small, and a single token where it is not: exact either way.
+// so inside a piece the sums only grow, and nothing is divided but once for each query and slot. Forward, tokens add to the
+// sums and read them one after the other (`Recurrence`); backward, a piece is a handful of small products of matrices. It is
+// 16 or 32 tokens where the range of exponents inside it is small, and a single token where it is not: exact either way.
 
 // What passes from piece to piece: sums S, of which the memory is `scale` times.
 // One of keys and values is held transposed, as the products need it: keys in the forward pass, values in the backward.
@@ -44,7 +45,7 @@ struct Row {
     void sizes(const Args *args) {
         a = args;
         n = a->n, d = a->d, e = a->e;
-        // Causal and forward, the pairs of tokens in a piece cost most. Else the pieces do; longer ones leave the caches.
+        // Short pieces stay in the nearest cache; where they are products, longer ones cost less.
         piece = a->causal && !a->backward ? 16 : 32;
         np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
     }
@@ -232,6 +233,10 @@ struct Row {
     void advance_plain(Carry &s, int length, Between &&between = {}) const {
         const int width = s.values_turned ? dp : ep;
         product<true>(n, width, length, c, 1, np, s.values_turned ? keys : values, width, s.plain, width, between);
+        advance_mass(s, length);
+    }
+
+    void advance_mass(Carry &s, int length) const {
         for (int j = 0; j < np; j += VL) {
             vec sum = load(s.mass + j);
             for (int i = 0; i < length; i++) sum += load(c + i * np + j);
@@ -249,7 +254,7 @@ struct Row {
             s.total[i] = logarithm == -INFINITY ? 0.0 : exp(logarithm - (double)s.top[i]);
             const float by = log_total ? (float)s.total[i] : 1.0f;
             s.scale[i] = by == 0 ? 0 : 1 / by, s.mass[i] = 0.0f;
-            if (!real) continue;
+            if (!real || by == 0) continue;  // nothing was ever written
             s.mass[i] = mass[i] * by;
             for (int j = 0; j < d; j++) s.turned[j * np + i] = mk[i * d + j] * by;
             for (int j = 0; j < e; j++) s.plain[i * ep + j] = mv[i * e + j] * by;
@@ -405,7 +410,8 @@ static size_t scratch_floats(const Args *a) {
     size_t np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, rows = a->backward ? SEGMENT : piece;
     if (is_step(a)) return 5 * np + ep;  // step_row
     size_t tokens = piece * (12 * np + 6 * dp + 6 * ep + 6 * piece) + 6 * rows * np, state = dp * np + np * ep + 8 * np;
-    return tokens + 8 * state + (a->backward && a->causal ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
+    size_t reads = a->g * piece * (np + ep + 1) + PAGE + 64;
+    return tokens + reads + 8 * state + (a->backward && a->causal ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
 }
 
 // Linear read: z = f(q) x of the slots that may be seen, and the denominators f(q) . mass.
@@ -437,11 +443,11 @@ struct Ahead {
     }
 
     void operator()() {
-        for (int lines = 12; lines && stream < streams; lines--) {
-            __builtin_prefetch(at[stream], 0, 2);
-            at[stream] += 64;
-            stream += at[stream] >= end[stream];
-        }
+        if (stream == streams) return;
+#pragma GCC unroll 16
+        for (int line = 0; line < 16; line++) __builtin_prefetch(at[stream] + line * 64, 0, 2);
+        at[stream] += 16 * 64;
+        stream += at[stream] >= end[stream];
     }
 };
 
@@ -450,10 +456,12 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, g = (int)a->g;
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
-    float *f = w.take(piece * np), *z = w.take(piece * np);
-    float *pairs = w.take(piece * piece), *ob = w.take(piece * ep), *den = w.take(piece);
+    float *f = w.take(piece * np), *ob = w.take(g * piece * ep), *den = w.take(g * piece), *z = w.take(g * piece * np + PAGE);
+    // A load waits for stores before it whose addresses agree with its own but for the page. Rows of z and of k and q pass
+    // side by side: where they start at the same place in a page, no token is ahead of another's store.
+    z += ((uintptr_t)w.q - (uintptr_t)z) / sizeof(float) % PAGE & ~(uintptr_t)15;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
     w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n,
@@ -465,51 +473,30 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
             length = w.length_of_piece(s, from, end - from);
             w.coefficients(s, from, length);
             w.tokens(from, length);
-            if (length > 1) {
-                if (!a->linear) w.turn(w.keys, w.kb, length, dp, w.kT);
-                transpose(piece, np, w.c, np, w.cT, piece);
-            }
-            const int64_t after = from + length;
+            const int64_t after = from + length, at = row * g * t + from;  // of the first group, the others t further
             Ahead ahead(w, after, after + piece < t ? after + piece : t);
-            for (int64_t group = 0; group < a->g; group++) {
-                const int64_t at = (row * a->g + group) * t + from;
-                const bool last = group == a->g - 1;
-                const float *q = w.q + (group * t + from) * (a->linear ? n : d);
-                if (a->linear) {
-                    features(w, s.mass, length, padded(length, n, q, f, np, 0.0f), z, den);
-                    if (last) w.advance_turned(s, length, ahead);
-                }
-                else {
-                    if (length > 1) {
-                        products(length, np, d, q, d, s.turned, np, z, np, piece, {w.kT, pairs});
-                        lower(pairs, length, piece);
-                        product<true, LOWER>(length, np, length, pairs, piece, 1, w.c, np, z, np);
-                    } else {
-                        product(length, np, d, q, d, 1, s.turned, np, z, np);
-                        float dot = 0;
-                        for (int j = 0; j < d; j++) dot += q[j] * w.keys[j];
-                        for (int j = 0; j < np; j += VL) store(z + j, load(z + j) + load(w.c + j) * dot);
-                    }
-                    if (last) w.advance_turned(s, length, ahead);  // at once, while the sums are near
-                    w.weigh(length, z, w.x, w.masked() ? w.allow : nullptr, a->scores ? a->scores + at * n : nullptr,
-                            a->lse ? a->lse + at : nullptr);
-                }
-                float *to = e == ep ? a->out + at * e : ob;
-                if (length > 1) {
-                    products(length, ep, n, z, np, s.plain, ep, to, ep, piece, {w.cT, pairs});
-                    lower(pairs, length, piece);
-                    product<true, LOWER>(length, ep, length, pairs, piece, 1, w.values, ep, to, ep);
-                } else {
-                    product(length, ep, n, z, np, 1, s.plain, ep, to, ep);
-                    vec dot = {};
-                    for (int j = 0; j < np; j += VL) dot += load(z + j) * load(w.c + j);
-                    const float own = sum(dot);
-                    for (int j = 0; j < ep; j += VL) store(to + j, load(to + j) + load(w.values + j) * own);
-                }
-                if (last) w.advance_plain(s, length, ahead);
+            if (a->linear) {
+                for (int group = 0; group < g; group++)
+                    features(w, s.mass, length, padded(length, n, w.q + (group * t + from) * n, f, np, 0.0f),
+                             z + group * piece * np, den + group * piece);
+                w.advance_turned(s, length, ahead);
+            } else {
+                Recurrence keys{(int)length, g, w.keys, dp, w.c, np, w.q + from * d, d, t * d, z, np, piece * np};
+                keys.run(d, np, s.turned, np, ahead);
+                for (int group = 0; group < g; group++)
+                    w.weigh(length, z + group * piece * np, w.x, w.masked() ? w.allow : nullptr,
+                            a->scores ? a->scores + (at + group * t) * n : nullptr, a->lse ? a->lse + at + group * t : nullptr);
+            }
+            const bool direct = e == ep;
+            float *to = direct ? a->out + at * e : ob;
+            const int64_t next = direct ? t * e : piece * ep;
+            Recurrence values{(int)length, g, w.c, np, w.values, ep, z, np, piece * np, to, ep, next};
+            values.run(n, ep, s.plain, ep, ahead);
+            w.advance_mass(s, length);
+            for (int group = 0; group < g; group++, to += next) {
                 for (int i = 0; a->linear && i < length; i++)  // last: what is divided is as small as what divides it
-                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[i]));
-                for (int i = 0; to == ob && i < length; i++) memcpy(a->out + (at + i) * e, ob + i * ep, e * 4);
+                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[group * piece + i]));
+                for (int i = 0; !direct && i < length; i++) memcpy(a->out + (at + group * t + i) * e, to + i * ep, e * 4);
             }
         }
     }

@@ -114,41 +114,29 @@ static constexpr int rows_of_tile(int columns) {
     return VL == 16 ? (columns == 4 ? 6 : columns == 2 ? 8 : 16) : columns == 2 ? 6 : 8;
 }
 
-// A second product with the same A, of one vector of columns: its tiles are too narrow to be fast by themselves.
-struct Beside {
-    const float *b;
-    float *c;
-};
-
-template <int M, int N, bool add, bool two = false>
+template <int M, int N, bool add>
 static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
-                        ptrdiff_t ldc, Beside beside = {}) {
-    vec acc[M][N], other[two ? M : 1];
+                        ptrdiff_t ldc) {
+    vec acc[M][N];
 #pragma GCC unroll 16
-    for (int i = 0; i < M; i++) {
+    for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) acc[i][j] = add ? load(c + i * ldc + j * VL) : (vec){};
-        if (two) other[i] = (vec){};
-    }
     for (ptrdiff_t k = 0; k < K; k++, a += step, b += ldb) {
-        vec right[N], last;
+        vec right[N];
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) right[j] = load(b + j * VL);
-        if (two) last = load(beside.b + k * VL);
 #pragma GCC unroll 16
         for (int i = 0; i < M; i++) {
             vec left = splat(a[i * row]);
 #pragma GCC unroll 4
             for (int j = 0; j < N; j++) acc[i][j] += left * right[j];
-            if (two) other[i] += left * last;
         }
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < M; i++) {
+    for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, acc[i][j]);
-        if (two) store(beside.c + i * VL, other[i]);
-    }
 }
 
 struct Nothing {
@@ -180,29 +168,83 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
     strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
 }
 
-// C = A B and at once another product with A, whose rows are `columns` wide.
-static inline void products(int M, int N, int K, const float *a, ptrdiff_t row, const float *b, ptrdiff_t ldb, float *c,
-                            ptrdiff_t ldc, int columns, Beside beside) {
-    if (VL < 16 || columns != VL) {  // few registers, or not one vector
-        product(M, N, K, a, row, 1, b, ldb, c, ldc);
-        product<false, CORNER>(M, columns, K, a, row, 1, beside.b, columns, beside.c, columns);
-        return;
+// The recurrence of a piece: S_r += row_tr column_t, then out_t = sum_r read_tr S_r, for one token t after the other. S is
+// rows of whole vectors; `groups` reads lie `next_read` apart, and what they find `next_out`.
+struct Recurrence {
+    int length, groups;
+    const float *row;
+    ptrdiff_t ldrow;
+    const float *column;
+    ptrdiff_t ldcolumn;
+    const float *read;
+    ptrdiff_t ldread, next_read;
+    float *out;
+    ptrdiff_t ldout, next_out;
+
+    // A tile of S stays in registers while all tokens pass, so nothing is multiplied but what the recurrence asks for.
+    template <int R, int C, bool first, bool alone>
+    __attribute__((always_inline)) void tile(int r, int j, float *state, ptrdiff_t stride) const {
+        vec S[R][C];
+        state += r * stride + j;
+        float *at = state;
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++, at += stride)
+#pragma GCC unroll 4
+            for (int l = 0; l < C; l++) S[i][l] = load(at + l * VL);
+        const ptrdiff_t row_step = ldrow, column_step = ldcolumn, read_step = ldread, out_step = ldout;
+        const float *left = row + r, *right = column + j, *by = read + r;
+        float *to = out + j;
+        for (int t = length; t; t--, left += row_step, right += column_step, by += read_step, to += out_step) {
+#pragma GCC unroll 4
+            for (int l = 0; l < C; l++) {
+                const vec wide = load(right + l * VL);
+#pragma GCC unroll 16
+                for (int i = 0; i < R; i++) S[i][l] += left[i] * wide;
+            }
+            auto reads = [&](const float *by, float *to) __attribute__((always_inline)) {
+                vec acc[C];
+#pragma GCC unroll 4
+                for (int l = 0; l < C; l++) acc[l] = first ? by[0] * S[0][l] : load(to + l * VL);
+#pragma GCC unroll 16
+                for (int i = first; i < R; i++)
+#pragma GCC unroll 4
+                    for (int l = 0; l < C; l++) acc[l] += by[i] * S[i][l];
+#pragma GCC unroll 4
+                for (int l = 0; l < C; l++) store(to + l * VL, acc[l]);
+            };
+            if (alone) reads(by, to);
+            for (int group = 0; !alone && group < groups; group++) reads(by + group * next_read, to + group * next_out);
+        }
+        at = state;
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++, at += stride)
+#pragma GCC unroll 4
+            for (int l = 0; l < C; l++) store(at + l * VL, S[i][l]);
     }
-    auto strip = [&](auto count) __attribute__((always_inline)) {
-        constexpr int C = decltype(count)::value;
-        int i = 0;
-        auto tiles = [&](auto rows) __attribute__((always_inline)) {
-            constexpr int R = decltype(rows)::value;
-            for (; i + R <= M; i += R)
-                tile<R, C, false, true>(K, a + i * row, row, 1, b, ldb, c + i * ldc, ldc, {beside.b, beside.c + i * VL});
+
+    // `between` is done before every tile.
+    template <bool alone, class Between>
+    void tiles(int rows, int columns, float *state, ptrdiff_t stride, Between &&between) const {
+        int j = 0;
+        auto strips = [&](auto count) __attribute__((always_inline)) {
+            constexpr int C = decltype(count)::value, R = VL == 16 ? (C == 4 ? 4 : 8) : 4;
+            for (; j + C * VL <= columns; j += C * VL) {
+                int r = 0;
+                if (R <= rows) between(), tile<R, C, true, alone>(0, j, state, stride), r = R;
+                else tile<1, C, true, alone>(0, j, state, stride), r = 1;
+                for (; r + R <= rows; r += R) between(), tile<R, C, false, alone>(r, j, state, stride);
+                for (; r < rows; r++) tile<1, C, false, alone>(r, j, state, stride);
+            }
         };
-        tiles(Number<C == 4 ? 4 : 8>()), tiles(Number<4>()), tiles(Number<2>()), tiles(Number<1>());
-        product(M, N - C * VL, K, a, row, 1, b + C * VL, ldb, c + C * VL, ldc);
-    };
-    if (N >= 4 * VL) strip(Number<4>());
-    else if (N >= 2 * VL) strip(Number<2>());
-    else strip(Number<1>());
-}
+        strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
+    }
+
+    template <class Between>
+    void run(int rows, int columns, float *state, ptrdiff_t stride, Between &&between) const {
+        if (groups == 1) tiles<true>(rows, columns, state, stride, between);
+        else tiles<false>(rows, columns, state, stride, between);
+    }
+};
 
 // Square tiles by butterflies: exchange the off-diagonal blocks of size 1, 2, 4, ...
 template <int S>
