@@ -255,7 +255,7 @@ def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsy
     folder = tmp_path / "recipes" / "small" / "table1b"
     folder.mkdir(parents=True)
     shared = TINY | {"data_dir": str(place / "text"), "cache_dir": str(place / "cache"), "max_steps": 4}
-    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272, "eval_tokens": 300}))
+    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272, "eval_tokens": 100}))
     (folder / "base.yaml").write_text("extends: _shared.yaml\ncontrol: softmax\n")
     (folder / "t2r-32.yaml").write_text("extends: _shared.yaml\ncontrol: t2r:4\ninit_from: base\n")
     (folder / "ours.yaml").write_text("extends: _shared.yaml\ncontrol: mlp:4\n")
@@ -269,8 +269,8 @@ def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsy
     record = json.loads((results / "small-ours-seed0.json").read_text())
     assert record["perplexity"]["test"].keys() == {"256", "stream", "whole stream"}
     streams = [record["perplexity"]["test"][name] for name in ("stream", "whole stream")]
-    assert streams[0] != streams[1]  # of 300 tokens, and of all of them
-    assert "the first 300 tokens" in (results / "small.md").read_text()
+    assert streams[0] != streams[1]  # of 100 tokens, and of all of them
+    assert "the first 100 tokens" in (results / "small.md").read_text()
     assert record["training"]["steps"] == 4
     assert str(place) not in json.dumps(record)
     rows = [line.strip("| ").split(" | ") for line in (results / "small.md").read_text().splitlines() if "|" in line]
