@@ -200,7 +200,7 @@ def add_overrides(parser: Parser) -> None:
         metavar="key=value",
         help="what to change in the recipe: any field of transformers' TrainingArguments or of AdaptiveLMConfig, or "
         "one of task, block_size, data_dir, train_file, validation_file, test_file, dataset_name, dataset_config_name, "
-        "cache_dir, tokenizer, carry_state, init_from, items",
+        "cache_dir, tokenizer, eval_tokens, carry_state, init_from, items",
     )
 
 

@@ -88,6 +88,7 @@ def test_a_run_from_end_to_end(recipe, tmp_path, capsys):
     corpus = open_corpus(recipe())
     ours = perplexity(token_nll(model, corpus.tokens["test"]))
     assert math.isclose(found["perplexity"], ours, rel_tol=1e-5)
+    assert math.isclose(math.log(found["word perplexity"]) * corpus.words["test"], math.log(ours) * found["tokens"])
 
     # A finished run is left as it is, resumed or not; another run in its place is refused.
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -168,6 +169,11 @@ def test_killed_after_the_last_checkpoint_trains_no_further(recipe, tmp_path):
     weights = (tmp_path / "run" / "model.safetensors").read_bytes()
     for name in ("finished.json", "model.safetensors"):
         (tmp_path / "run" / name).unlink()
+    (tmp_path / "other").mkdir()
+    for file in Path("text").iterdir():
+        (tmp_path / "other" / file.name).write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
+    with pytest.raises(ValueError, match="was started with another text"):
+        train(recipe(data_dir=str(tmp_path / "other")), resume=True)
     again = train(recipe(), resume=True)
     assert again["validation"] == done["validation"]
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
@@ -201,6 +207,7 @@ def test_two_processes_give_the_loss_of_one(recipe, processes, tmp_path):
 
 def test_from_a_trained_softmax(recipe, tmp_path):
     train(recipe("base", control="softmax", max_steps=4))
+    assert main(["evaluate", str(tmp_path / "base"), "--file", "text/test.txt"]) == 0  # in windows: it has no stream
     done = train(recipe("t2r", control="t2r:4", init_from="base", max_steps=4))
     scratch = train(recipe("scratch", control="t2r:4", max_steps=4))
     assert done["validation"]["perplexity"] < scratch["validation"]["perplexity"]
@@ -226,11 +233,22 @@ def test_synthetic_tasks_train(recipe, task):
         ({"task": "sing"}, "task must be one of"),
         ({"carry_state": True, "layerdrop": 0.1}, "leave out layerdrop"),
         ({"max_steps": 0}, "needs max_steps"),
+        ({"block_size": 0}, "block_size must be a whole number from 1, got 0"),
+        ({"items": "many"}, "items must be a whole number from 1, got 'many'"),
     ],
 )
 def test_a_wrong_recipe_is_an_error(recipe, changes, said):
     with pytest.raises(ValueError, match=said):
         recipe(**changes)
+
+
+def test_mistakes_are_one_line(recipe, tmp_path, monkeypatch, capsys):
+    for change, said in (("slots=many", "slots"), ("report_to=tensorboard", "pip install tensorboard")):
+        monkeypatch.setattr("abc_attn.training.run.find_spec", lambda name: None)
+        assert main(["train", "tiny.yaml", change, f"output_dir={tmp_path / 'run'}"]) == 2
+        shown = capsys.readouterr().err
+        assert said in shown
+        assert len(shown.splitlines()) == 1
 
 
 def test_recipes_extend_each_other(tmp_path):
@@ -255,7 +273,7 @@ def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsy
     folder = tmp_path / "recipes" / "small" / "table1b"
     folder.mkdir(parents=True)
     shared = TINY | {"data_dir": str(place / "text"), "cache_dir": str(place / "cache"), "max_steps": 4}
-    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272, "eval_tokens": 100}))
+    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272, "eval_tokens": 60}))
     (folder / "base.yaml").write_text("extends: _shared.yaml\ncontrol: softmax\n")
     (folder / "t2r-32.yaml").write_text("extends: _shared.yaml\ncontrol: t2r:4\ninit_from: base\n")
     (folder / "ours.yaml").write_text("extends: _shared.yaml\ncontrol: mlp:4\n")
@@ -269,8 +287,8 @@ def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsy
     record = json.loads((results / "small-ours-seed0.json").read_text())
     assert record["perplexity"]["test"].keys() == {"256", "stream", "whole stream"}
     streams = [record["perplexity"]["test"][name] for name in ("stream", "whole stream")]
-    assert streams[0] != streams[1]  # of 100 tokens, and of all of them
-    assert "the first 100 tokens" in (results / "small.md").read_text()
+    assert streams[0] != streams[1]  # of 60 tokens, and of all 100
+    assert "the first 60 tokens" in (results / "small.md").read_text()
     assert record["training"]["steps"] == 4
     assert str(place) not in json.dumps(record)
     rows = [line.strip("| ").split(" | ") for line in (results / "small.md").read_text().splitlines() if "|" in line]
@@ -279,6 +297,10 @@ def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsy
     assert rows[2][6:10] == ["n/a"] * 4  # softmax is not streamed
     assert rows[4][-2:] == ["-", "-"]
 
+    other = ["--rows", "ours", "--output", "elsewhere", "--set", "learning_rate=1"]
+    assert main(["reproduce", "table1b", *other]) == 2  # runs/ holds the first one
+    assert "ours, seed 0: " in (shown := capsys.readouterr().err)
+    assert "give another output_dir" in shown
     monkeypatch.setattr("abc_attn.training.reproduce.prepare", None)  # would fail if it were called
     assert main(["reproduce", "table1b"]) == 0
     assert main(["reproduce", "table1b", "--set", "learning_rate=1"]) == 2
@@ -296,6 +318,15 @@ def test_accuracy_is_drawn_against_slots(tmp_path, monkeypatch):
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((RECIPES.parent / "results").glob("table*/small-*.json")), ids=lambda path: path.stem
+)
+def test_every_result_is_that_of_its_recipe(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    recipe = load_recipe(RECIPES / "small" / path.parent.name / f"{record['row']}.yaml", {"seed": record["seed"]})
+    assert recipe.differences(record["values"]) == []
 
 
 @pytest.mark.parametrize(

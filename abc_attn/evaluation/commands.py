@@ -7,15 +7,19 @@ import time
 from pathlib import Path
 
 from abc_attn.evaluation.scoring import perplexity, token_nll
+from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.commands import load_model, load_tokenizer
 from abc_attn.hf.models import has_bounded_state, most_tokens
+
+PAPERS_WINDOW = 512  # tokens
 
 
 def evaluate_file(folder: Path, file: Path, *, window: int | None, tokens: int | None) -> dict[str, float]:
     """The perplexity of a text file: per token, per word (as WikiText counts, by blanks), and bits per byte.
 
     Three quarters of a window are context. Without one the text is a stream, if the model's memory is bounded and its
-    positions do not end; else the windows are as long as it has positions.
+    positions do not end; else the windows are as long as it has positions, or as the paper's if it has no such number.
+    A model of `abc-attn train` predicts the ends of lines as words, so they are counted too.
     """
     if not file.is_file():
         raise FileNotFoundError(f"no text file at {file}")
@@ -30,12 +34,13 @@ def evaluate_file(folder: Path, file: Path, *, window: int | None, tokens: int |
         text = tokenizer.decode(ids)
     limit = most_tokens(model)
     if window is None and (limit is not None or not has_bounded_state(model)):
-        window = limit or getattr(model.config, "max_position_embeddings", None)
+        window = limit or getattr(model.config, "max_position_embeddings", None) or PAPERS_WINDOW
+    words = len(text.split()) + (text.count("\n") if isinstance(model, AdaptiveLM) else 0)
     started = time.perf_counter()
     nll = token_nll(model, ids, window=window, context=0 if window is None else window - max(1, window // 4))
     return {
         "perplexity": perplexity(nll),
-        "word perplexity": perplexity(nll, max(1, len(text.split()))),
+        "word perplexity": perplexity(nll, max(1, words)),
         "bits per byte": float(nll.sum()) / math.log(2) / len(text.encode()),
         "tokens": len(ids),
         "seconds": time.perf_counter() - started,

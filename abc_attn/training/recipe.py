@@ -98,6 +98,9 @@ class Recipe:
         settings, training = self.settings, self.training()
         if settings.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, got {settings.task!r}")
+        for name in ("block_size", "items"):
+            if not isinstance(count := getattr(settings, name), int) or count < 1:
+                raise ValueError(f"{name} must be a whole number from 1, got {count!r}")
         if settings.eval_tokens is not None and settings.eval_tokens < 1:
             raise ValueError(f"eval_tokens must be at least 1, got {settings.eval_tokens}; leave it out for all")
         if settings.carry_state and self.values.get("layerdrop"):

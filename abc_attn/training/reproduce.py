@@ -134,7 +134,11 @@ def carry_out(plans: Sequence[Plan], measure: Callable[[Recipe], dict[str, Any]]
         planned.announce(number, len(plans))
         if planned.done:
             continue
-        trained = prepare(planned.recipe, resume=True)()
+        try:
+            train = prepare(planned.recipe, resume=True)
+        except (ValueError, TypeError) as error:
+            raise OSError(f"{planned.row}, seed {planned.seed}: {error}") from error
+        trained = train()
         about = json.loads(Path(planned.recipe.values["output_dir"], STARTED).read_text(encoding="utf-8"))
         record = about | {"row": planned.row, "training": trained} | measure(planned.recipe)
         planned.result.parent.mkdir(parents=True, exist_ok=True)

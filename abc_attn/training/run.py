@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import Dataset
 from transformers import TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -40,6 +42,13 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     """Everything that can be wrong with a recipe or its data is found here; what is returned trains."""
     folder = Path(recipe.values["output_dir"])
     args = TrainingArguments(**_arguments(recipe))
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process is to train on {args.n_gpu} GPUs: start one for each with torchrun --nproc_per_node "
+            f"{args.n_gpu} -m abc_attn.cli train ..., or choose one with CUDA_VISIBLE_DEVICES"
+        )
+    if "tensorboard" in args.report_to and find_spec("tensorboard") is None:
+        raise ValueError("report_to=tensorboard needs tensorboard: pip install tensorboard")
     done = _finished(folder, recipe)
     if done is not None:
         if args.process_index == 0:
@@ -47,6 +56,10 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
         return lambda: done
     checkpoint = _last_checkpoint(folder, recipe, resume)
     run = _Run(recipe, folder, args)
+    if checkpoint is not None and run.corpus is not None:
+        recorded = json.loads((folder / STARTED).read_text(encoding="utf-8"))["corpus"]
+        if recorded != run.corpus.fingerprint:
+            raise ValueError(f"the run in {folder} was started with another text; give another output_dir")
     return lambda: run.train(checkpoint)
 
 
@@ -67,7 +80,10 @@ class _Run:
         self.batch, self.length = batch, len(self.data[0]["input_ids"])
 
     def _build_model(self) -> AdaptiveLM:
-        config = AdaptiveLMConfig(**self._config())
+        try:
+            config = AdaptiveLMConfig(**self._config())
+        except StrictDataclassError as error:  # a value of the wrong type
+            raise ValueError(" ".join(str(error).split())) from None
         start = self.recipe.settings.init_from
         if start is None:
             return AdaptiveLM(config)

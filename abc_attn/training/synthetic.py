@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def plan(
     """A run for every control and number of slots; a row is "mlp-8"."""
     if scale != "small":
         raise ValueError(f"{task} has one scale: leave out --scale {scale}")
+    if find_spec("matplotlib") is None:  # said now, not after all trainings
+        raise ValueError("the plot needs matplotlib: pip install 'abc-attn[bench]'")
     points: dict[str, tuple[str, int | None]] = {"softmax": ("softmax", None)}
     points |= {f"{control}-{slots}": (control, slots) for control in CONTROLS[1:] for slots in SLOTS}
     if unknown := sorted(set(rows or ()) - points.keys()):

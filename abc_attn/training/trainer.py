@@ -57,7 +57,7 @@ class LMTrainer(Trainer):
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}: training was stopped. Try a smaller "
-                "learning_rate, more warmup_steps or a smaller max_grad_norm; --resume goes on from the last checkpoint"
+                "learning_rate, more warmup_steps or a smaller max_grad_norm, with another output_dir"
             )
         return loss
 
