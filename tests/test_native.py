@@ -44,6 +44,9 @@ SIZES = [
     *({"n": n} for n in (1, 5, 8, 33, 64, 128, 200)),
     *({"d": d, "e": d} for d in (1, 7, 16, 31, 64, 100, 128)),
     {"g": 3},
+    {"g": 3, "n": 64, "d": 64, "e": 64},
+    {"n": 3, "e": 64},
+    {"n": 64, "d": 3},
     {"t": 10},
     {"t": 600, "n": 8},
     {"scale": 100.0},
@@ -57,11 +60,13 @@ def test_sizes(sizes):
     assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
 
 
+@pytest.mark.parametrize(("sizes", "sharp"), [({"n": 3}, 4), ({"g": 2, "n": 20, "e": 64}, 20)], ids=str)
 @pytest.mark.parametrize("t", [5, 41, 300])
-def test_decays_that_cut_chunks_anywhere(t):
+def test_decays_that_cut_chunks_anywhere(t, sizes, sharp):
     """Now and then a token takes most of a slot's place: what can be computed as one piece ends wherever that is."""
-    q, k, v, logits = inputs(t=t, n=3)
-    alpha = (4 * logits).softmax(-1).clamp(max=0.99)
+    q, k, v, logits = inputs(t=t, **sizes)
+    logits[..., 3:] -= 2  # three slots are written over and over
+    alpha = (sharp * logits).softmax(-1).clamp(max=0.99)
     alpha[:, :, 3] = 0.0
     if t > 16:  # far below what one piece may hold (-16), yet not at every token
         assert torch.log1p(-alpha)[:, :, 1:16].sum(2).amin() < -20
@@ -73,6 +78,32 @@ def test_decays_that_cut_chunks_anywhere(t):
         return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
 
     assert_close(decayed("native", torch.float32), decayed("reference", torch.float64))
+
+
+def linear_inputs(g=1, **sizes):
+    _, _, v, logits = inputs(**sizes)
+    return logits.flip(2).repeat_interleave(g, dim=1), v, logits, torch.randn_like(logits)
+
+
+def linear_outcome(backend, dtype, tensors):
+    """Outputs, memory and gradients of a linear read with decays."""
+    features, v, logits, decays = (x.to(dtype).requires_grad_() for x in tensors)
+    write = Write(logits.exp(), torch.nn.functional.logsigmoid(decays + 3))
+    out, memory = scan(features.exp(), logits[..., :0], v, write, linear=True, backend=backend)
+    grads = torch.autograd.grad(out.sin().sum() + memory.v.sin().sum(), [features, v, logits, decays])
+    return [x.double() for x in (out, memory.v, memory.mass)], [x.double() for x in grads]
+
+
+@pytest.mark.parametrize("sizes", [{"n": 32, "e": 32}, {"g": 2, "n": 5, "e": 64}, {"n": 8, "t": 300}], ids=str)
+def test_linear_reads(sizes):
+    tensors = linear_inputs(**sizes)
+    assert_close(linear_outcome("native", torch.float32, tensors), linear_outcome("reference", torch.float64, tensors))
+
+
+def test_keys_without_width_are_all_alike():
+    q, k, v, logits = inputs(d=0)
+    found, expected = (mlp_attention(q, k, v, logits, scale=1.0, backend=name)[0] for name in ("native", "reference"))
+    assert error(found, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("d", [2, 6, 64])
@@ -107,12 +138,16 @@ def test_instruction_sets(kind):
     environment = os.environ | {"ABC_ATTN_SIMD": kind, "PYTHONPATH": os.path.dirname(__file__)}
     code = f"""
 import torch
-from test_native import LIBRARY, assert_close, inputs, outcome
+from test_native import LIBRARY, assert_close, inputs, linear_inputs, linear_outcome, outcome
 if LIBRARY.abc_kind().decode() != {kind!r}: raise SystemExit(77)
 torch.manual_seed(0)
-for sizes in ({{}}, {{"n": 5, "d": 7}}, {{"n": 64, "d": 64, "e": 64}}, {{"scale": 1e3}}, {{"g": 2, "n": 20}}):
+few, whole = {{"n": 2, "d": 3}}, {{"n": 64, "d": 64, "e": 64}}
+for sizes in ({{}}, {{"n": 5, "d": 7}}, few, whole, {{"scale": 1e3}}, {{"g": 2, "n": 20}}):
     tensors = inputs(**sizes)
     assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
+for sizes in (few, whole):
+    tensors = linear_inputs(**sizes)
+    assert_close(linear_outcome("native", torch.float32, tensors), linear_outcome("reference", torch.float64, tensors))
 """
     status = subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
     if status == 77:

@@ -36,6 +36,22 @@ struct Slope {
     }
 };
 
+// `length x width` transposed; the rows that a short piece lacks may hold anything, but not lie outside the tensor.
+static void turn(int piece, int length, int width, const float *from, float *room, float *to) {
+    if (length < piece && from != room && width) memcpy(room, from, (size_t)length * width * 4), from = room;
+    transpose(piece, width, from, width, to, piece);
+}
+
+static inline void lower(float *p, int length, int piece) {  // zero above the diagonal
+    ivec column;
+    for (int l = 0; l < VL; l++) column[l] = l;
+    for (int i = 0; i < length; i++)
+        for (int j = 0; j < piece; j += VL) {
+            vec kept = load(p + i * piece + j);
+            store(p + i * piece + j, column + j <= i - (ivec){} ? kept : (vec){});
+        }
+}
+
 // The gradients, piece by piece from the last to the first. With S the scores, p the read weights, and for every query
 //     dp_tn = d_out_t . V_tn,   dS = p (dp - sum p dp),   u = dS S + p dp   (what scaling slot n's memory at t would do)
 // the gradient of a token's share is that of its row in K and V; that of the running sum is -u, that of the decays the
@@ -49,6 +65,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
     const size_t sums = sums_floats(w);
     float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *vT = w.take(ep * piece);
+    float *kT = w.take(dp * piece), *cT = w.take(np * piece);
     float *scores = w.take(piece * np), *y = w.take(piece * np), *z = w.take(piece * np), *u = w.take(piece * np);
     float *dc = w.take(piece * np), *later = w.take(np), *unscale = w.take(np), *den = w.take(piece);
     float *pairs = w.take(piece * piece), *outer = w.take(piece * piece), *mix = w.take(piece * piece);
@@ -95,13 +112,13 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
             w.piece_at(from - first);
             const float *K = starts + pieces * sums, *vt = K + np * dp, *mass = vt + ep * np;
             w.tokens(from, length);
-            w.turn(w.keys, w.kb, length, dp, w.kT);
-            w.turn(w.values, w.vb, length, ep, vT);
-            transpose(piece, np, w.c, np, w.cT, piece);
+            turn(piece, length, dp, w.keys, w.kb, kT);
+            turn(piece, length, ep, w.values, w.vb, vT);
+            transpose(piece, np, w.c, np, cT, piece);
             // Through the sums after the piece.
             float *dk = d == dp ? a->d_k + (row * t + from) * d : dkb, *dv = e == ep ? a->d_v + (row * t + from) * e : dvb;
             product(n, piece, e, slope.v, ep, 1, vT, piece, dcT, piece);
-            product<true>(n, piece, d, slope.k, dp, 1, w.kT, piece, dcT, piece);
+            product<true>(n, piece, d, slope.k, dp, 1, kT, piece, dcT, piece);
             transpose(np, piece, dcT, piece, dc, np);
             product(length, ep, n, w.c, np, 1, slope.v, ep, dv, ep);
             product(length, dp, n, w.c, np, 1, slope.k, dp, dk, dp);
@@ -145,18 +162,18 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                     w.back(length, found, z, y, w.x, u, a->d_lse ? a->d_lse + at : nullptr);
                 }
                 product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
-                product<false, CORNER>(length, piece, n, z, np, 1, w.cT, piece, mix, piece);
+                product<false, CORNER>(length, piece, n, z, np, 1, cT, piece, mix, piece);
                 lower(mix, length, piece);
                 product<true, UPPER>(length, ep, length, mix, 1, piece, gs, ep, dv, ep);
                 product<true, UPPER>(length, np, length, outer, 1, piece, z, np, dc, np);
                 if (a->linear) continue;
-                product<false, CORNER>(length, piece, d, qs, dp, 1, w.kT, piece, pairs, piece);
+                product<false, CORNER>(length, piece, d, qs, dp, 1, kT, piece, pairs, piece);
                 lower(pairs, length, piece);
                 product<true, UPPER>(length, np, length, pairs, 1, piece, y, np, dc, np);
                 float *to = d == dp ? a->d_q + at * d : dqb;
                 product(length, dp, n, y, np, 1, K, dp, to, dp);
                 product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);
-                product<false, CORNER>(length, piece, n, y, np, 1, w.cT, piece, mix, piece);
+                product<false, CORNER>(length, piece, n, y, np, 1, cT, piece, mix, piece);
                 lower(mix, length, piece);
                 product<true, LOWER>(length, dp, length, mix, piece, 1, w.keys, dp, to, dp);
                 product<true, UPPER>(length, dp, length, mix, 1, piece, qs, dp, dk, dp);

@@ -7,9 +7,9 @@
 // which covers both ways of writing:
 //     running mean of log-weights s (A the running sum):  c_j = exp(s_j - top),   x_t = exp(top) / A_t
 //     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t)
-// so inside a piece the sums only grow, and nothing is divided but once for each query and slot. Forward, tokens add to the
+// so inside a piece tokens are only added to the sums, and nothing is divided but once for each query and slot. Forward, tokens add to the
 // sums and read them one after the other (`Recurrence`); backward, a piece is a handful of small products of matrices. It is
-// 16 or 32 tokens where the range of exponents inside it is small, and a single token where it is not: exact either way.
+// 16 or 32 tokens where the range of exponents inside it is small, and fewer, if need be one, where not: exact either way.
 
 // What passes from piece to piece: sums S, of which the memory is `scale` times.
 // One of keys and values is held transposed, as the products need it: keys in the forward pass, values in the backward.
@@ -31,7 +31,7 @@ struct Row {
     float *room;  // scratch, handed out by `take`
     size_t taken;
     const float *keys, *values;  // of the piece
-    float *next, *before, *sums, *best, *total, *kb, *kT, *vb, *cT;
+    float *next, *before, *sums, *best, *total, *kb, *vb;
     float *first_c;
     size_t kept_rows;
     float *shrink, *x, *c, *inverse, *allow, *cumulative;  // of the piece, in `kept_rows` rows for each
@@ -59,7 +59,8 @@ struct Row {
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        next = take(np), before = take(np), sums = take(np), best = take(piece), total = take(piece), kb = take(piece * dp), kT = take(dp * piece), vb = take(piece * ep), cT = take(np * piece);
+        next = take(np), before = take(np), sums = take(np), best = take(piece), total = take(piece);
+        kb = take(piece * dp), vb = take(piece * ep);
         kept_rows = a->backward ? SEGMENT : piece;
         first_c = take(6 * kept_rows * np);
         piece_at(0);
@@ -216,12 +217,6 @@ struct Row {
         values = padded(length, e, v + from * e, vb, ep, 0.0f);
     }
 
-    // `... piece x width` transposed; rows that a short piece lacks may hold anything, but not lie outside the tensor.
-    void turn(const float *from, float *room, int length, int width, float *to) const {
-        if (length < piece && from != room && width) memcpy(room, from, (size_t)length * width * 4), from = room;
-        transpose(piece, width, from, width, to, piece);
-    }
-
     // The sums after the piece: of what is held transposed, and of the rest.
     template <class Between = Nothing>
     void advance_turned(Carry &s, int length, Between &&between = {}) const {
@@ -365,16 +360,6 @@ struct Row {
     }
 };
 
-static inline void lower(float *p, int length, int piece) {  // zero above the diagonal
-    ivec column;
-    for (int l = 0; l < VL; l++) column[l] = l;
-    for (int i = 0; i < length; i++)
-        for (int j = 0; j < piece; j += VL) {
-            vec kept = load(p + i * piece + j);
-            store(p + i * piece + j, column + j <= i - (ivec){} ? kept : (vec){});
-        }
-}
-
 // A checkpoint holds the carry of the forward pass as it is.
 static size_t sums_floats(const Row &w) { return (size_t)w.dp * w.np + (size_t)w.np * w.ep + w.np; }
 static size_t carry_floats(const Row &w) { return sums_floats(w) + 4 * w.np; }
@@ -443,11 +428,11 @@ struct Ahead {
     }
 
     void operator()() {
+        while (stream < streams && at[stream] >= end[stream]) stream++;
         if (stream == streams) return;
 #pragma GCC unroll 16
         for (int line = 0; line < 16; line++) __builtin_prefetch(at[stream] + line * 64, 0, 2);
         at[stream] += 16 * 64;
-        stream += at[stream] >= end[stream];
     }
 };
 
@@ -459,8 +444,8 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
     const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, g = (int)a->g;
     const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
     float *f = w.take(piece * np), *ob = w.take(g * piece * ep), *den = w.take(g * piece), *z = w.take(g * piece * np + PAGE);
-    // A load waits for stores before it whose addresses agree with its own but for the page. Rows of z and of k and q pass
-    // side by side: where they start at the same place in a page, no token is ahead of another's store.
+    // A load waits for stores before it whose addresses agree with its own but for the page. Rows of z and of q (and k, which
+    // lies as q does) pass side by side: where all start at the same place in a page, none is read just after such a store.
     z += ((uintptr_t)w.q - (uintptr_t)z) / sizeof(float) % PAGE & ~(uintptr_t)15;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
@@ -482,7 +467,8 @@ static void forward_row(const Args *a, int64_t row, float *scratch) {
                 w.advance_turned(s, length, ahead);
             } else {
                 Recurrence keys{(int)length, g, w.keys, dp, w.c, np, w.q + from * d, d, t * d, z, np, piece * np};
-                keys.run(d, np, s.turned, np, ahead);
+                if (d) keys.run(d, np, s.turned, np, ahead);
+                else memset(z, 0, (size_t)g * piece * np * sizeof(float));
                 for (int group = 0; group < g; group++)
                     w.weigh(length, z + group * piece * np, w.x, w.masked() ? w.allow : nullptr,
                             a->scores ? a->scores + (at + group * t) * n : nullptr, a->lse ? a->lse + at + group * t : nullptr);

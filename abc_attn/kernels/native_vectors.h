@@ -1,5 +1,5 @@
 // Vectors of VL floats and what is made of them: exp, products of small matrices in tiles, transposes.
-// native.cpp includes this file, and the two that build on it, once per instruction set.
+// native.cpp includes this file, and those that build on it, once per instruction set.
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
@@ -222,7 +222,7 @@ struct Recurrence {
             for (int l = 0; l < C; l++) store(at + l * VL, S[i][l]);
     }
 
-    // `between` is done before every tile.
+    // `between` is done before every tile of several rows.
     template <bool alone, class Between>
     void tiles(int rows, int columns, float *state, ptrdiff_t stride, Between &&between) const {
         int j = 0;
