@@ -33,7 +33,7 @@ from abc_attn.kernels import describe_backend
 GATE_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
 LONGEST_CALL = 15.0  # seconds: `scaling` follows a baseline as far as one call is expected to take no longer
 PREFILL = 1024  # tokens at a time
-ALONE = 150  # repetitions of a step at every context, without the baselines: a median of 50 was good to 6 %
+ALONE = 600  # repetitions of a step at every context, without the baselines (a minute): medians of 150 were good to 6 %
 
 Outcome = tuple[list[Row], dict[str, float]]
 
