@@ -47,7 +47,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
             f"one process is to train on {args.n_gpu} GPUs: start one for each with torchrun --nproc_per_node "
             f"{args.n_gpu} -m abc_attn.cli train ..., or choose one with CUDA_VISIBLE_DEVICES"
         )
-    if "tensorboard" in args.report_to and find_spec("tensorboard") is None:
+    if "tensorboard" in (args.report_to or ()) and find_spec("tensorboard") is None:
         raise ValueError("report_to=tensorboard needs tensorboard: pip install tensorboard")
     done = _finished(folder, recipe)
     if done is not None:
