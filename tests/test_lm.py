@@ -127,13 +127,14 @@ def test_each_layer_may_have_its_own_control(tmp_path):
 
 
 @pytest.mark.parametrize("control", ["softmax", "mlp:5", "window:4+mlp:4", ["window:3", "window:9"]])
-def test_heads_may_share_keys_and_values(control):
-    model = tiny(control, num_key_value_heads=2, local_heads=3).eval()
+@pytest.mark.parametrize("heads", [2, [2, 1]], ids=str)
+def test_heads_may_share_keys_and_values(control, heads):
+    model = tiny(control, num_key_value_heads=heads, local_heads=3).eval()
     attention = model.layers[0].attention
     assert attention.k_proj.weight.shape == attention.v_proj.weight.shape == (16, 32)
     words = torch.randint(97, (2, 12))
     whole = model(words, use_cache=True)
-    assert {layer.state.memory.k.shape[1] for layer in whole.past_key_values.layers} == {2}
+    assert [layer.state.memory.k.shape[1] for layer in whole.past_key_values.layers] == [2, heads if heads == 2 else 1]
     cache, parts = None, []
     for word in words.split(1, dim=1):
         step = model(word, past_key_values=cache, use_cache=True)
@@ -224,6 +225,8 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"control": "luna"}, "cannot be causal"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads=4, got 3"),
+        ({"num_key_value_heads": [2, 0]}, "num_key_value_heads must divide num_attention_heads=4, got 0"),
+        ({"num_key_value_heads": [2]}, "num_key_value_heads must be one for all layers or a list"),
         ({"control": ["window:4"] * 3}, "num_hidden_layers=2, got 3"),
     ],
 )

@@ -35,6 +35,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
 
     cutoffs: the first word of each band but the first. control, slots, control_options: see BoundedAttention. control
     may be a list, one for each layer, such as ["window:16", "window:112"].
+    num_key_value_heads: fewer than num_attention_heads share keys and values among heads; a list for each layer, too.
     position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
     that many tokens and never leave what training has seen, however long the text (the model must be trained with its
     state carried on). A multiple of the training length is sensible.
@@ -51,7 +52,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
     hidden_size: int = 1024
     num_hidden_layers: int = 16
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None  # fewer than that share keys and values among heads
+    num_key_value_heads: int | list[int] | None = None
     intermediate_size: int = 4096
     dropout: float = 0.3
     attention_dropout: float = 0.1
@@ -94,21 +95,26 @@ class AdaptiveLMConfig(PreTrainedConfig):
                 f"local_heads must be between 0 and num_attention_heads={self.num_attention_heads}, "
                 f"got {self.local_heads}"
             )
-        if self.num_key_value_heads is not None and not (
-            0 < self.num_key_value_heads <= self.num_attention_heads
-            and self.num_attention_heads % self.num_key_value_heads == 0
-        ):
-            raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, "
-                f"got {self.num_key_value_heads}"
-            )
-        if not isinstance(self.control, str) and len(self.control) != self.num_hidden_layers:
-            raise ValueError(
-                f"control must be one for all layers or a list of one for each of num_hidden_layers="
-                f"{self.num_hidden_layers}, got {len(self.control)}: {self.control}"
-            )
+        for name in ("control", "num_key_value_heads"):
+            if isinstance(given := getattr(self, name), list) and len(given) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} must be one for all layers or a list of one for each of num_hidden_layers="
+                    f"{self.num_hidden_layers}, got {len(given)}: {given}"
+                )
+        for heads in map(self.key_value_heads, range(self.num_hidden_layers)):
+            if not 0 < heads <= self.num_attention_heads or self.num_attention_heads % heads:
+                raise ValueError(
+                    f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got {heads}"
+                )
         if not self.tie_word_embeddings:
             raise ValueError("AdaptiveLM ties its input and output vectors: leave out tie_word_embeddings")
+
+    def key_value_heads(self, layer: int) -> int:
+        """How many heads of keys and values a layer has."""
+        given = self.num_key_value_heads
+        if given is None:
+            return self.num_attention_heads
+        return given[layer] if isinstance(given, list) else given
 
 
 class AdaptiveVocabulary(nn.Module):
@@ -188,7 +194,7 @@ class AdaptiveVocabulary(nn.Module):
 class AdaptiveLMLayer(nn.Module):
     """Pre-norm attention and feed-forward."""
 
-    def __init__(self, config: AdaptiveLMConfig, control: Control) -> None:
+    def __init__(self, config: AdaptiveLMConfig, control: Control, key_value_heads: int) -> None:
         super().__init__()
         width = config.hidden_size
         self.dropout, self.activation_dropout = config.dropout, config.activation_dropout
@@ -197,7 +203,7 @@ class AdaptiveLMLayer(nn.Module):
             width,
             config.num_attention_heads,
             control,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=key_value_heads,
             causal=True,
             dropout=config.attention_dropout,
         )
@@ -232,9 +238,11 @@ class AdaptiveLM(Stateful, GenerationMixin):
         # What the constructors draw is overwritten by post_init, which so starts alike whatever the control.
         with torch.random.fork_rng(devices=[]):
             self.vocabulary = AdaptiveVocabulary(config)
-            shared = self._make_control(0) if config.tie_control and isinstance(config.control, str) else None
+            layers_differ = isinstance(config.control, list) or isinstance(config.num_key_value_heads, list)
+            shared = self._make_control(0) if config.tie_control and not layers_differ else None
             self.layers: Sequence[AdaptiveLMLayer] = nn.ModuleList(  # type: ignore[assignment]
-                AdaptiveLMLayer(config, shared or self._make_control(i)) for i in range(config.num_hidden_layers)
+                AdaptiveLMLayer(config, shared or self._make_control(i), config.key_value_heads(i))
+                for i in range(config.num_hidden_layers)
             )
         if shared is not None:
             self.control = shared
@@ -249,7 +257,7 @@ class AdaptiveLM(Stateful, GenerationMixin):
             config.control if isinstance(config.control, str) else config.control[layer],
             config.slots,
             embed_dim=config.hidden_size,
-            num_heads=config.num_key_value_heads or config.num_attention_heads,
+            num_heads=config.key_value_heads(layer),
             head_dim=config.hidden_size // config.num_attention_heads,
             causal=True,
             **(config.control_options or {}),
