@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from abc_attn import CONTROLS
 from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+from abc_attn.hf.cache import BoundedCache
 
 # Every control that can be causal, and a composition.
 WIDTHS = {"softmax": "", "elu": "", "dpfp": ""}  # those that do not take any number of slots
@@ -177,6 +178,15 @@ def test_positions_run_in_a_circle():
     dots = here[0] @ here[0].mT  # what a dot product sees is the distance along the circle, also across its seam
     torch.testing.assert_close(dots.roll((1, 1), (0, 1)), dots, rtol=0, atol=1e-9)
     assert (dots - dots.diagonal()[:, None]).fill_diagonal_(-math.inf).max() < -1e-3  # no two positions are alike
+
+
+def test_a_training_text_starts_anywhere_in_the_circle():
+    model, words = tiny(position_period=64), torch.zeros(500, 3, dtype=torch.long)
+    starts = model._positions(words, None, None)
+    assert torch.equal(starts - starts[:, :1], torch.arange(3).expand(500, -1))
+    assert set(starts[:, 0].tolist()) == set(range(64))
+    assert model._positions(words, None, BoundedCache()).tolist() == [[0, 1, 2]]  # carried on, it starts with its state
+    assert model.eval()._positions(words, None, None).tolist() == [[0, 1, 2]]
 
 
 def test_positions_of_a_long_text_are_exact():

@@ -37,8 +37,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
     may be a list, one for each layer, such as ["window:16", "window:112"].
     num_key_value_heads: fewer than num_attention_heads share keys and values among heads; a list for each layer, too.
     position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
-    that many tokens and never leave what training has seen, however long the text (the model must be trained with its
-    state carried on). A multiple of the training length is sensible.
+    that many tokens and never leave what training has seen, however long the text. In training, a text without a past
+    starts anywhere in the circle. A multiple of the training length is sensible.
     local_heads: so many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
     long as the sinusoids. Without, small models need most of a short training to find the word before.
     """
@@ -388,10 +388,13 @@ class AdaptiveLM(Stateful, GenerationMixin):
         return x
 
     def _positions(self, input_ids: Tensor, padding: Tensor | None, cache: Cache | None) -> Tensor:
-        """How many real tokens stand before each: b t, or 1 t where all rows are alike."""
+        """How many real tokens stand before each: b t, or 1 t where all rows are alike. A circle starts anywhere."""
         position = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         if padding is not None:
             position = ((~padding).cumsum(1) - 1).clamp(min=0)
+        if cache is None and self.training and self.config.position_period is not None:
+            start = torch.randint(self.config.position_period, (len(input_ids), 1), device=position.device)
+            return position + start
         state = None if cache is None else bounded_layer(cache, 0).state
         return position if state is None else position + state.length[:, None]
 
