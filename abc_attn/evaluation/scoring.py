@@ -23,6 +23,7 @@ from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.models import has_bounded_state, most_tokens
 
+PAPERS_WINDOW = 512  # tokens that are read at once
 CHUNK = 512  # tokens of a stream that are read at once
 TOGETHER = 8192  # tokens of windows that are read at once, as many windows as that makes
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from transformers import AutoModelForCausalLM
 
 from abc_attn.evaluation import perplexity, token_nll
+from abc_attn.evaluation.scoring import PAPERS_WINDOW
 from abc_attn.files import write_whole
 from abc_attn.training.recipe import Recipe, load_recipe
 from abc_attn.training.run import STARTED, open_corpus, prepare
 
 SCALES = ("small", "full")
 STREAMS = ("stream", "whole stream")
-WINDOW = 512  # tokens that are read at once when scoring, as in the paper; `block_size` is the training's affair
 
 
 class Table(NamedTuple):
@@ -161,7 +161,7 @@ def score(recipe: Recipe, contexts: Sequence[int]) -> dict[str, dict[str, float 
         figures[split] = {}
         for context in contexts:
             started = time.monotonic()
-            nll = token_nll(model, tokens, window=WINDOW, context=context)
+            nll = token_nll(model, tokens, window=PAPERS_WINDOW, context=context)
             figures[split][str(context)] = figure = perplexity(nll, words)
             seconds = time.monotonic() - started
             print(f"  {split}, context {context}: {figure:.2f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
