@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -28,10 +29,12 @@ FIGURES = ("seconds", "quartiles", "ratio_sdpa", "ratio_eager", "gflops", "sgemm
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """One thread, small matrices, and no process of its own for each figure of memory (one test has them)."""
+    """One thread, small matrices, no process of its own for each figure of memory (one test has them), the malloc of
+    the tests as it is."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(measure, "SGEMM_SIZE", 64)
     monkeypatch.setattr(bench, "ALONE", 2)
+    monkeypatch.setattr(bench, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(bench, "peak_memory", lambda work: 1000 * work.tokens * (2 if work.ours else 3))
     yield
     torch.set_num_threads(threads)
@@ -45,6 +48,29 @@ def run(name, folder, *more):
     except SystemExit as exit:
         code = exit.code
     return code, json.loads((folder / f"{name}.json").read_text())
+
+
+FAULTS = """
+import resource, sys, torch
+from abc_attn.bench.measure import keep_freed_memory
+if sys.argv[1:]:
+    keep_freed_memory()
+torch.zeros(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.zeros(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can be told")
+def test_freed_memory_is_kept_while_times_are_taken():
+    """64 MB, freed and asked for again, cost no page faults, of huge pages or small, once the process keeps them."""
+    found = [
+        int(subprocess.run([sys.executable, "-c", FAULTS, *given], check=True, capture_output=True).stdout)
+        for given in ([], ["keep"])
+    ]
+    assert found[0] >= 32
+    assert found[1] < 32
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from abc_attn.bench.measure import (
     error,
     gate,
     interleave,
+    keep_freed_memory,
     peak_memory,
     runner,
 )
@@ -187,7 +189,9 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
         times, sgemm = interleave(runs, repetitions, lambda work: progress(f"time of {_name(rows[work])}"))
         # Once more by themselves: among baselines of half a second, few repetitions are had and they lie far apart.
         ours = {work: run for work, run in runs.items() if work.ours}
-        alone, _ = interleave(ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"))
+        alone, _ = interleave(
+            ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"), budget=math.inf
+        )
     for work, taken in alone.items():
         rows[work].seconds_alone = taken.median
     for work, taken in times.items():
@@ -269,6 +273,7 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
     """Run one benchmark with its options, print the table, write files into `output`; False if a gate failed."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # said now, not after minutes of measuring
+    keep_freed_memory()
     facts, started = facts_of(name, options, output), time.monotonic()
     once = {
         option: list(dict.fromkeys(value)) if isinstance(value, list) else value for option, value in options.items()

@@ -5,6 +5,7 @@ Axes: b batch, h heads, t tokens, n slots, d width of keys and values.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -162,6 +163,19 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 # Time.
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, for the next call of whatever method; where malloc is glibc's.
+
+    Left alone, that gives arrays above 32 MB back to the system and has them cleared anew at every call: a price of the
+    allocator that no method is charged below that size and each of them above, more than half of our 32,768 tokens.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
 
 @dataclass(frozen=True)
 class Times:
@@ -182,13 +196,16 @@ class Times:
 
 
 def interleave(
-    runs: Mapping[Work, Callable[[], object]], repetitions: int, report: Callable[[Work], None]
+    runs: Mapping[Work, Callable[[], object]],
+    repetitions: int,
+    report: Callable[[Work], None],
+    budget: float = BUDGET,
 ) -> tuple[dict[Work, Times], float]:
     """Time all in turn, A B C, B A C, ..., so that a slow spell of the machine falls on each of them; in another order
     each time, for what ran just before has filled the caches.
 
     Returns their times and, measured among them, the flops a second of a product of two large matrices. A contender
-    leaves after `repetitions`, or earlier once it has had its least and BUDGET seconds; `report` is told. Each is
+    leaves after `repetitions`, or earlier once it has had its least and `budget` seconds; `report` is told. Each is
     called once or twice before, untimed, unless one call takes longer than BUDGET.
     """
     a, b, product = (torch.rand(SGEMM_SIZE, SGEMM_SIZE) for _ in range(3))
@@ -211,7 +228,8 @@ def interleave(
         for key, run in order:
             taken[key].append(_timed(run, calls[key]))
             least = LEAST if key is None or key.ours else LEAST_BASELINE
-            enough = sum(taken[key]) * calls[key] >= BUDGET and len(taken[key]) >= least
+            spent, allowed = sum(taken[key]) * calls[key], BUDGET if key is None else budget
+            enough = spent >= allowed and len(taken[key]) >= least
             if enough or len(taken[key]) >= repetitions:
                 del contenders[key]
                 if key is not None:
