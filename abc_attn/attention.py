@@ -112,8 +112,8 @@ class MemoryAttention(nn.Module):
         if state.readable is not None:
             seen = state.readable & memory.used if mask_empty else state.readable.expand_as(memory.used)
             memory, mask_empty = memory._replace(used=seen), True
-        linear, scale = self.control.linear, self.scale
-        return read(self._features(q), memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
+        options: dict[str, Any] = {"linear": self.control.linear, "floor": self.control.floor, "mask_empty": mask_empty}
+        return read(self._features(q), memory, **options, scale=self.scale, dropout=dropout)
 
     def _bounded(
         self,
@@ -149,7 +149,8 @@ class MemoryAttention(nn.Module):
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].expand(len(k), -1, -1).clone()
         if self.causal:
-            out, memory = scan(self._features(q), k, v, decided, memory, linear=self.control.linear, **options)
+            options |= {"linear": self.control.linear, "floor": self.control.floor}
+            out, memory = scan(self._features(q), k, v, decided, memory, **options)
             return out, State(memory, inner, length, self._described, readable)
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
         state = State(memory, inner, length, self._described, readable)

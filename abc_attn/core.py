@@ -89,6 +89,7 @@ def read(
     memory: Memory,
     *,
     linear: bool = False,
+    floor: float = 0.0,
     mask_empty: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -96,7 +97,8 @@ def read(
     """Read one memory with many queries: q `b h t d`, or f(q) `b h t n` with `linear`; returns `b h t e`.
 
     `mask_empty` leaves out the slots that are not `used`; a query that may read no slot gets zeros. q is scaled by
-    d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Dropout falls on the read weights.
+    d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Where f may be negative, a `floor` is the
+    least that a linear read divides by. Dropout falls on the read weights.
     """
     check_memory(memory)
     check_queries(q, memory.k, memory.v, memory.k.shape[2], linear)
@@ -106,7 +108,7 @@ def read(
         if linear:
             features = grouped if seen is None else grouped.masked_fill(~seen, 0)
             total = features @ memory.mass[..., None]
-            out = divide((F.dropout(features, dropout) if dropout else features) @ memory.v, total)
+            out = divide((F.dropout(features, dropout) if dropout else features) @ memory.v, total, floor)
         else:
             scores = grouped * query_scale(q, scale) @ memory.k.mT
             out = softmax_weights(scores, seen, dropout) @ memory.v
@@ -152,12 +154,14 @@ def reference(
     memory: Memory,
     *,
     linear: bool,
+    floor: float,
     mask_empty: bool,
     scale: float | None,
     dropout: float,
 ) -> tuple[Tensor, Memory]:
     """Causal attention as the paper writes it: token by token, write, then read. The oracle of every test."""
     out = []
+    options: dict[str, Any] = {"linear": linear, "floor": floor, "scale": scale, "dropout": dropout}
     for t in range(q.shape[2]):
         log_decay = None if write.log_decay is None else write.log_decay[:, :, t]
         memory = write_token(memory, k[:, :, t], v[:, :, t], write.phi[:, :, t], log_decay)
@@ -165,7 +169,7 @@ def reference(
         if write.readable is not None:
             readable = write.readable[:, :, t]
             seen, masked = memory._replace(used=readable & memory.used if mask_empty else readable), True
-        out.append(read(q[:, :, t : t + 1], seen, linear=linear, mask_empty=masked, scale=scale, dropout=dropout))
+        out.append(read(q[:, :, t : t + 1], seen, mask_empty=masked, **options))
     return torch.cat(out, dim=2), memory
 
 
@@ -223,11 +227,14 @@ def softmax_weights(scores: Tensor, seen: Tensor | None, dropout: float) -> Tens
     return F.dropout(weights, dropout) if dropout else weights
 
 
-def divide(numerator: Tensor, total: Tensor) -> Tensor:
-    """numerator / total; zeros where the total is zero (no eps: the sign and size of the rest are kept).
+def divide(numerator: Tensor, total: Tensor, floor: float) -> Tensor:
+    """numerator / max(total, floor); without a floor, zeros where the total is zero (no eps: the sign and size of the
+    rest are kept).
 
     f(q) V / (f(q) . mass) is divided last: f(q) over a total that has all but decayed would overflow.
     """
+    if floor:
+        return numerator / total.clamp(min=floor)
     return (numerator / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
 
 

@@ -42,7 +42,7 @@ def assert_same_state(a: State, b: State, tolerance: float) -> None:
 )
 def test_backend_is_the_reference(case, backend, dtype, tolerance):
     # With few features a denominator of rfa may come near zero, and no fp32 arithmetic is good to 1e-5 there.
-    near_zero = case.control.startswith("rfa") and dtype == torch.float32
+    near_zero = case.control.startswith("rfa") and "floor" not in case.options and dtype == torch.float32
     for n in accepted(case)[-1:] if near_zero else accepted(case):
         for t, b in ((1, 1), (max(1, n - 1), 2), (n, 1), (67, 2)):
             for earlier in (0, 6):

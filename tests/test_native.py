@@ -202,11 +202,14 @@ def test_operator_is_sound():
     q, k, v, logits = (x.requires_grad_() for x in inputs(b=1, h=1, t=5, n=3, d=2, e=2))
     memory = Memory(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3), torch.zeros(1, 1, 3).bool())
     total = torch.full((1, 1, 3), -torch.inf, dtype=torch.float64)
-    options = (False, False, True, 0.7, True, True)  # linear, mask_empty, causal, scale, saves, joins
+    options = (False, False, True, 0.7, 0.0, True, True)  # linear, mask_empty, causal, scale, floor, saves, joins
     torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *options))
     torch.library.opcheck(_forward, (q, k, v, logits, -logits.abs().detach(), None, *memory, None, False, *options))
-    whole = (False, False, False, 0.7, True, False)
+    whole = (False, False, False, 0.7, 0.0, True, False)
     torch.library.opcheck(_forward, (q, k, v, logits, None, None, *memory, total, True, *whole))
+    features = logits.detach().clone().requires_grad_()
+    linear = (True, False, True, 1.0, 0.5, True, False)
+    torch.library.opcheck(_forward, (features, k, v, logits, None, None, *memory, None, False, *linear))
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])

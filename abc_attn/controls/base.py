@@ -31,6 +31,7 @@ class Control(nn.Module):
     paper: str = ""  # where the paper describes it
     online: bool = True  # decides from tokens <= t alone, so it can be causal
     linear: bool = False  # read by f(q) / (f(q) . mass) instead of softmax(K q)
+    floor: float = 0.0  # ... whose denominator then counts as no less than this
     mask_empty: bool = False  # slots never written are not read
     composable: bool = True
     holds_tokens: bool = False  # keeps single tokens for good ...
@@ -275,7 +276,7 @@ class Gated(Control):
             causal=control.causal,
         )
         self.control, self.gate = control, Gate(control)
-        for flag in ("online", "linear", "mask_empty", "holds_tokens", "skips_held"):
+        for flag in ("online", "linear", "floor", "mask_empty", "holds_tokens", "skips_held"):
             setattr(self, flag, getattr(control, flag))
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
@@ -330,7 +331,7 @@ class Composition(Control):
             causal=first.causal,
         )
         self.parts: Iterable[Control] = nn.ModuleList(parts)  # type: ignore[assignment]
-        self.linear = first.linear
+        self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
         self._sizes = [len(part.begin(1, part.num_heads, torch.zeros(())) or ()) for part in parts]
 

@@ -50,12 +50,19 @@ class Elu(FeatureMap):
 
 @register_control("rfa")
 class RFA(FeatureMap):
-    """Random Fourier features of the normed input, [sin, cos](w x) (Peng et al. 2021). Weights may be negative."""
+    """Random Fourier features of the normed input, [sin, cos](w x) (Peng et al. 2021). Weights may be negative.
+
+    So their sum may come near zero, above all after a few tokens, and training then fails: it needs a `floor` for what
+    is divided by. A token weighs about 1, and RFA's authors divide by no less than 200 / slots of that.
+    """
 
     paper = "4, 5.1"
 
-    def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
+    def __init__(self, slots: int, *, seed: int = 0, floor: float = 0.0, **site: Any) -> None:
         super().__init__(slots, **site)
+        if not isinstance(floor, (int, float)) or not floor >= 0:
+            raise ValueError(f"control 'rfa' needs a floor of at least 0 (which is none), got {floor!r}")
+        self.floor = floor
         if slots % 2:
             raise ValueError(f"control 'rfa' needs an even number of slots (a sine and a cosine each), got {slots}")
         self.seed = check_seed(seed)

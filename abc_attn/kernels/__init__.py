@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ def scan(
     memory: Memory | None = None,
     *,
     linear: bool = False,
+    floor: float = 0.0,
     mask_empty: bool = False,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -43,7 +46,8 @@ def scan(
 
     q `b h t d` (with `linear`, f(q) `b h t n`), k `b h t d`, v `b h t e`; `memory` continues an earlier call, of any
     length. q may have a multiple of k's heads. key_padding_mask `b t`: True marks padding, which neither writes nor
-    decays; the output there is zero. `mask_empty` leaves unused slots unread. Dropout falls on the read weights.
+    decays; the output there is zero. `mask_empty` leaves unused slots unread. Where f may be negative, a `floor` is the
+    least that a linear read divides by. Dropout falls on the read weights.
     """
     check_keys(k, v, write, memory, key_padding_mask)
     check_queries(q, k, v, write.phi.shape[-1], linear)
@@ -58,7 +62,8 @@ def scan(
             run = reference  # of one token, a step of the loop is all there is to do
         else:
             run = chunked
-        out, memory = run(q, k, v, write, memory, linear=linear, mask_empty=mask_empty, scale=scale, dropout=dropout)
+        options: dict[str, Any] = {"linear": linear, "floor": floor, "mask_empty": mask_empty}
+        out, memory = run(q, k, v, write, memory, **options, scale=scale, dropout=dropout)
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
     return cast(out, q.dtype), memory

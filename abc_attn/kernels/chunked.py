@@ -69,6 +69,7 @@ def chunked(
     memory: Memory,
     *,
     linear: bool,
+    floor: float,
     mask_empty: bool,
     scale: float | None,
     dropout: float,
@@ -91,7 +92,8 @@ def chunked(
     if linear:
         features = q if seen is None else q.masked_fill(~seen, 0)
         total = _through(features, torch.ones_like(v[..., :1]), stored_mass, start, splits)
-        out = divide(_through(F.dropout(features, dropout) if dropout else features, v, stored_v, start, splits), total)
+        kept = F.dropout(features, dropout) if dropout else features
+        out = divide(_through(kept, v, stored_v, start, splits), total, floor)
     else:
         scores = _against(q * query_scale(q, scale), k, stored_k, start, splits)
         out = _through(softmax_weights(scores, seen, dropout), v, stored_v, start, splits)

@@ -19,7 +19,7 @@
 struct Args {
     int64_t rows, g, t, n, d, e, queries;  // rows = batch * heads, g queries' heads to each
     int64_t mean, linear, mask_empty, causal, backward, threads;
-    float scale;
+    float scale, floor;  // floor: the least that a linear read divides by; 0: none
     const float *q, *k, *v, *phi, *log_decay;
     const uint8_t *readable;
     const float *old_k, *old_v, *old_mass;  // the memory before

@@ -41,13 +41,14 @@ _BEFORE = ("old_k", "old_v", "old_mass", "old_total")
 _AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
-def _struct(sizes: Sequence[str], pointers: Sequence[str]) -> Any:
-    """A struct of native.cpp: sizes, the queries' scale, pointers."""
-    fields = [(name, ctypes.c_int64) for name in sizes] + [("scale", ctypes.c_float)]
-    return type("Struct", (ctypes.Structure,), {"_fields_": fields + [(name, ctypes.c_void_p) for name in pointers]})
+def _struct(sizes: Sequence[str], pointers: Sequence[str], floats: Sequence[str] = ("scale",)) -> Any:
+    """A struct of native.cpp: sizes, the queries' scale and what else is a float, pointers."""
+    kinds = ((ctypes.c_int64, sizes), (ctypes.c_float, floats), (ctypes.c_void_p, pointers))
+    fields = [(name, kind) for kind, names in kinds for name in names]
+    return type("Struct", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Args = _struct(_SIZES, _POINTERS)
+_Args = _struct(_SIZES, _POINTERS, ("scale", "floor"))
 _Ring = _struct(
     ("rows", "heads", "g", "n", "d", "e", "sinks", "threads"),
     ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out"),
@@ -97,13 +98,14 @@ def native(
     memory: Memory,
     *,
     linear: bool,
+    floor: float,
     mask_empty: bool,
     scale: float | None,
     dropout: float,
 ) -> tuple[Tensor, Memory]:
     """Causal attention: arguments and results of core.reference (without dropout)."""
     assert dropout == 0
-    options = (False, linear, mask_empty, True, query_scale(q, scale))
+    options = (False, linear, mask_empty, True, query_scale(q, scale), floor)
     out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
     return out, memory
 
@@ -122,7 +124,7 @@ def native_mean(
 ) -> tuple[Tensor, Memory, Tensor]:
     """Attention over weighted means, of the tokens so far or of all: running_mean and core.reference, or running_mean,
     core.write and core.read, in one."""
-    options = (True, False, mask_empty, causal, query_scale(q, scale))
+    options = (True, False, mask_empty, causal, query_scale(q, scale), 0.0)
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
 
 
@@ -237,12 +239,13 @@ def _run(
     mask_empty: bool,
     causal: bool,
     scale: float,
+    floor: float,
 ) -> tuple[Tensor, Memory, Tensor]:
     inputs = (q.to(v.dtype), k, v, phi, log_decay, readable, *memory, log_total)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
-    options = (mean, linear, mask_empty, causal, scale, saves)
+    options = (mean, linear, mask_empty, causal, scale, floor, saves)
     parts = 1 if linear or k.shape[2] == 1 else _parts(k.shape[0] * k.shape[1], phi.shape[-1])
     if parts == 1:
         out, mk, mv, mass, used, total, *_ = run(*inputs, *options, False)
@@ -304,6 +307,7 @@ def _forward_now(
     mask_empty: bool,
     causal: bool,
     scale: float,
+    floor: float,
     saves: bool,
     joins: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -311,7 +315,7 @@ def _forward_now(
     tensors |= _contiguous(old_k=memory_k, old_v=memory_v, old_mass=mass, old_used=used, old_total=log_total)
     after = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
     state = {name: None if x is None else x.new_empty(x.shape) for name, x in after.items()}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else None
     scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
@@ -326,12 +330,12 @@ _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mut
 
 @_forward.register_fake
 def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, *options):  # type: ignore[no-untyped-def]
-    none, (mean, linear, mask_empty, causal, scale, saves, joins) = v.new_empty(0), options
+    none, (mean, linear, mask_empty, causal, scale, floor, saves, joins) = v.new_empty(0), options
     lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else none.clone()
     scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
     floats = _library().abc_checkpoint_floats(ctypes.byref(args))
     return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, lse, scores, v.new_empty(floats if saves else 0)
 
@@ -360,6 +364,7 @@ def _backward(
     mask_empty: bool,
     causal: bool,
     scale: float,
+    floor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _contiguous(q=q, k=k, v=v, phi=phi, log_decay=log_decay, readable=readable, d_out=d_out)
     tensors |= _contiguous(d_lse=d_lse if d_lse.numel() else None)
@@ -367,7 +372,7 @@ def _backward(
     d_log_total = _copy(d_log_total)
     d_decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
     found = {f"d_{name}": v.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v), ("phi", phi))}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale)
+    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
     args.backward = 1
     saved = {"scores": scores, "lse": lse, "checkpoints": checkpoints}
     tensors |= _contiguous(**dict(zip(_BEFORE, before, strict=False)), **dict(zip(_AFTER, after, strict=False)))
@@ -382,11 +387,11 @@ def _(q, k, v, phi, log_decay, readable, before, after, scores, lse, checkpoints
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, _, _ = inputs
+    *tokens, mk, mv, mass, _, log_total, mean, linear, mask_empty, causal, scale, floor, _, _ = inputs
     _, *after, used, total, lse, scores, checkpoints = output
     ctx.mark_non_differentiable(used, scores, checkpoints)
     ctx.set_materialize_grads(False)  # zeros as large as the scores and the checkpoints, for nothing
-    ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale)
+    ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale, floor)
     # A causal pass goes back from its checkpoints, one that is not from the memory before and after.
     memories = () if causal else (mk, mv, mass, log_total, *after, total)
     ctx.save_for_backward(*tokens, scores, lse, checkpoints, *memories)
@@ -409,7 +414,7 @@ def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_): 
         *tokens, memories[:4], memories[4:], scores, lse, checkpoints, *state, d_total, *ctx.options
     )
     decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
-    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 7
+    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 8
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
@@ -421,13 +426,22 @@ def _library() -> ctypes.CDLL:
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, phi: Tensor, mean: bool, linear: bool, mask_empty: bool, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Tensor,
+    mean: bool,
+    linear: bool,
+    mask_empty: bool,
+    causal: bool,
+    scale: float,
+    floor: float,
 ) -> Any:
     b, h, t, d = k.shape
     n, e = phi.shape[-1], v.shape[-1]
     sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": n, "d": d, "e": e, "queries": q.shape[2]}
     flags = {"mean": mean, "linear": linear, "mask_empty": mask_empty, "causal": causal, "backward": 0}
-    return _Args(**sizes, **flags, threads=torch.get_num_threads(), scale=scale)
+    return _Args(**sizes, **flags, threads=torch.get_num_threads(), scale=scale, floor=floor)
 
 
 def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:

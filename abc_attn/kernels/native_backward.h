@@ -143,7 +143,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         for (int j = 0; j < np; j += VL) store(z + i * np + j, over(load(z + i * np + j), den[i]));
                         vec numerator = {};
                         for (int j = 0; j < np; j += VL) numerator += load(z + i * np + j) * load(y + i * np + j);
-                        const float minus = -sum(numerator);
+                        const float minus = a->floor && den[i] == a->floor ? 0.0f : -sum(numerator);  // a floor is constant
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec ones = load(mass + j) + load(w.cumulative + l);

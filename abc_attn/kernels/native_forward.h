@@ -410,7 +410,7 @@ static void features(const Row &w, const float *mass, int length, const float *f
             total += share * (load(mass + j) + load(w.cumulative + l));
             store(z + l, share);
         }
-        den[i] = sum(total);
+        den[i] = w.a->floor ? fmaxf(sum(total), w.a->floor) : sum(total);
     }
 }
 

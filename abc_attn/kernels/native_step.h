@@ -72,6 +72,7 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
             p[i] = see ? dot * a->scale : -INFINITY;
             best = p[i] > best ? p[i] : best;
         }
+        if (a->linear && a->floor) den = fmaxf(den, a->floor);
         if (!a->linear) {
             for (int i = n; i < np; i++) p[i] = -INFINITY;
             vec total = {};
