@@ -443,12 +443,12 @@ def test_random_slot_is_a_function_of_the_position_alone():
 # kernel methods
 
 
-def quadratic(fq: Tensor, fk: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """The weights f(q_t) . f(k_j), masked, over their row sums; zeros where that sum is zero."""
+def quadratic(fq: Tensor, fk: Tensor, v: Tensor, causal: bool = True, floor: float = 0.0) -> Tensor:
+    """The weights f(q_t) . f(k_j), masked, over their row sums, at least `floor`; zeros where that sum is zero."""
     weights = fq @ fk.mT
     weights = weights.tril() if causal else weights
     total = weights.sum(-1, keepdim=True)
-    return weights @ v / total.where(total != 0, 1)
+    return weights @ v / (total.clamp(min=floor) if floor else total.where(total != 0, 1))
 
 
 def elu(control, x):
@@ -482,6 +482,16 @@ def dpfp(control, x):
 def test_kernel_methods_are_the_quadratic_form_of_their_features(control, slots, f, causal):
     attn = attention(control, slots, causal=causal)
     assert_form(attn, tokens(70), lambda q, k, v: quadratic(f(attn.control, q), f(attn.control, k), v, causal))
+
+
+def test_rfa_divides_by_no_less_than_its_floor():
+    """70 tokens weigh more than the floor, the first few weigh less; those alone are not what they are without it."""
+    attn, free, x = attention("rfa", 6, floor=5.0), attention("rfa", 6), tokens(70)
+    f = partial(rfa, attn.control)
+    assert_form(attn, x, lambda q, k, v: quadratic(f(q), f(k), v, floor=5.0))
+    same = error(attn(x)[:, :4], free(x)[:, :4]), error(attn(x)[:, -4:], free(x)[:, -4:])
+    assert same[0] > 0.1
+    assert same[1] < 1e-12
 
 
 def test_favor_approximates_softmax_attention():
