@@ -44,7 +44,6 @@ VARIANTS = [
     Case("global:{n}", {"positions": (2,)}),
     Case("compressive:{n}", {"ratio": 3}),
     Case("rfa:{n}", {"floor": 3.0}),
-    Case("rfa:{n}", {"floor": 3.0, "gate": True}),
 ]
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
