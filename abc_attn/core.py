@@ -101,7 +101,7 @@ def read(
     least that a linear read divides by. Dropout falls on the read weights.
     """
     check_memory(memory)
-    check_queries(q, memory.k, memory.v, memory.k.shape[2], linear)
+    check_queries(q, memory.k, memory.v, memory.k.shape[2], linear, floor)
     with full_precision(q):
         grouped = group_heads(q, memory.k.shape[1]).flatten(2, 3).to(memory.v.dtype)  # every group reads alike
         seen = memory.used[:, :, None] if mask_empty else None
@@ -234,7 +234,7 @@ def divide(numerator: Tensor, total: Tensor, floor: float) -> Tensor:
     f(q) V / (f(q) . mass) is divided last: f(q) over a total that has all but decayed would overflow.
     """
     if floor:
-        return numerator / total.clamp(min=floor)
+        return numerator / total.where(total > floor, floor)
     return (numerator / total.masked_fill(total == 0, 1)).masked_fill(total == 0, 0)
 
 
@@ -354,7 +354,7 @@ def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
         raise ValueError(f"key_padding_mask must have shape ({b}, {t}), got {tuple(key_padding_mask.shape)}")
 
 
-def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, linear: bool) -> None:
+def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, linear: bool, floor: float = 0.0) -> None:
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a Tensor, got {type(q).__name__}")
     if not q.is_floating_point():
@@ -370,6 +370,10 @@ def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, linear: bool) -> 
     if q.shape[-1] != width:
         what = "the number of slots (a linear read takes f(q))" if linear else "the width of the keys"
         raise ValueError(f"q must have width {width}, {what}, got q of shape {tuple(q.shape)}")
+    if not floor >= 0 or (floor and not linear):
+        raise ValueError(
+            f"floor must be 0 or more, and 0 unless the read is linear, got {floor!r} with linear={linear}"
+        )
 
 
 class State(NamedTuple):

@@ -179,6 +179,7 @@ BUILDING = {
     "softmax with slots in the name": (lambda: attn("softmax:8"), "slots=8", "leave slots out"),
     "elu with slots": (lambda: attn("elu", 5), "got 5", "8"),
     "a negative floor for rfa": (lambda: attn("rfa", 6, floor=-1), "got -1", "at least 0"),
+    "no end of rfa's floor": (lambda: attn("rfa", 6, floor=float("inf")), "inf", "at least 0"),
     "words for rfa's floor": (lambda: attn("rfa", 6, floor="a"), "'a'", "at least 0"),
     "odd slots for rfa": (lambda: attn("rfa", 5), "got 5", "even"),
     "dpfp slots of no order": (lambda: attn("dpfp", 20), "got 20", "multiple of 16"),

@@ -85,11 +85,11 @@ def linear_inputs(g=1, **sizes):
     return logits.flip(2).repeat_interleave(g, dim=1), v, logits, torch.randn_like(logits)
 
 
-def linear_outcome(backend, dtype, tensors):
+def linear_outcome(backend, dtype, tensors, floor=0.0):
     """Outputs, memory and gradients of a linear read with decays."""
     features, v, logits, decays = (x.to(dtype).requires_grad_() for x in tensors)
     write = Write(logits.exp(), torch.nn.functional.logsigmoid(decays + 3))
-    out, memory = scan(features.exp(), logits[..., :0], v, write, linear=True, backend=backend)
+    out, memory = scan(features.exp(), logits[..., :0], v, write, linear=True, floor=floor, backend=backend)
     grads = torch.autograd.grad(out.sin().sum() + memory.v.sin().sum(), [features, v, logits, decays])
     return [x.double() for x in (out, memory.v, memory.mass)], [x.double() for x in grads]
 
@@ -98,6 +98,26 @@ def linear_outcome(backend, dtype, tensors):
 def test_linear_reads(sizes):
     tensors = linear_inputs(**sizes)
     assert_close(linear_outcome("native", torch.float32, tensors), linear_outcome("reference", torch.float64, tensors))
+
+
+@pytest.mark.parametrize("sizes", [{"n": 32, "e": 32}, {"g": 2, "n": 5, "e": 64}, {"n": 8, "t": 300}], ids=str)
+def test_linear_reads_with_a_floor(sizes):
+    """Half of the denominators lie below it; token by token, without gradients, they do as well."""
+    tensors = linear_inputs(**sizes)
+    features, v, logits, decays = tensors
+    write = Write(logits.exp(), torch.nn.functional.logsigmoid(decays + 3))
+    total = scan(features.exp(), logits[..., :0], torch.ones_like(v), write, linear=True, floor=1e9)[0] * 1e9
+    ranked = total[..., 0].flatten().sort().values
+    floor = float(ranked[len(ranked) // 2 - 1 : len(ranked) // 2 + 1].mean())  # of none of them: there its slope jumps
+    found = linear_outcome("native", torch.float32, tensors, floor)
+    assert_close(found, linear_outcome("reference", torch.float64, tensors, floor))
+    memory, outs = None, []
+    for t in range(v.shape[2]):
+        token = (x[:, :, t : t + 1] for x in (features.exp(), logits[..., :0], v))
+        one = Write(*(x[:, :, t : t + 1] for x in write[:2]))
+        out, memory = scan(*token, one, memory, linear=True, floor=floor, backend="native")
+        outs.append(out)
+    assert error(torch.cat(outs, 2), found[0][0]) <= 1e-5
 
 
 def test_keys_without_width_are_all_alike():
@@ -147,7 +167,9 @@ for sizes in ({{}}, {{"n": 5, "d": 7}}, few, whole, {{"scale": 1e3}}, {{"g": 2, 
     assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
 for sizes in (few, whole):
     tensors = linear_inputs(**sizes)
-    assert_close(linear_outcome("native", torch.float32, tensors), linear_outcome("reference", torch.float64, tensors))
+    for floor in (0.0, 50.0):
+        expected = linear_outcome("reference", torch.float64, tensors, floor)
+        assert_close(linear_outcome("native", torch.float32, tensors, floor), expected)
 """
     status = subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
     if status == 77:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from abc_attn.bench.measure import (
     does_not_fit,
     error,
     gate,
+    give_back_memory,
     interleave,
     keep_freed_memory,
     peak_memory,
@@ -45,6 +45,7 @@ def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], Non
 
     `skip` gives the reasons for which some are not measured. `report` is called three times for each work.
     """
+    give_back_memory()
     rows = {work: Row.of(work) for work in works}
     runs = {}
     for work, row in rows.items():
@@ -190,7 +191,7 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
         # Once more by themselves: among baselines of half a second, few repetitions are had and they lie far apart.
         ours = {work: run for work, run in runs.items() if work.ours}
         alone, _ = interleave(
-            ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"), budget=math.inf
+            ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"), budget=60
         )
     for work, taken in alone.items():
         rows[work].seconds_alone = taken.median

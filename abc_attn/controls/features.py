@@ -5,6 +5,7 @@ q is not scaled before f; where a method scales its input, f does it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,17 +53,18 @@ class Elu(FeatureMap):
 class RFA(FeatureMap):
     """Random Fourier features of the normed input, [sin, cos](w x) (Peng et al. 2021). Weights may be negative.
 
-    So their sum may come near zero, above all after a few tokens, and training then fails: it needs a `floor` for what
-    is divided by. A token weighs about 1, and RFA's authors divide by no less than 200 / slots of that.
+    So their sum may come near zero, above all after a few tokens, which training did not survive without a `floor` for
+    what is divided by. A token weighs 1 at most; public code of RFA has floors up to 200 / slots. With a gate all
+    tokens together weigh 1 at most, and so should the floor.
     """
 
     paper = "4, 5.1"
 
     def __init__(self, slots: int, *, seed: int = 0, floor: float = 0.0, **site: Any) -> None:
         super().__init__(slots, **site)
-        if not isinstance(floor, (int, float)) or not floor >= 0:
+        if isinstance(floor, bool) or not isinstance(floor, (int, float)) or not 0 <= floor < math.inf:
             raise ValueError(f"control 'rfa' needs a floor of at least 0 (which is none), got {floor!r}")
-        self.floor = floor
+        self.floor = float(floor)
         if slots % 2:
             raise ValueError(f"control 'rfa' needs an even number of slots (a sine and a cosine each), got {slots}")
         self.seed = check_seed(seed)

@@ -50,7 +50,7 @@ def scan(
     least that a linear read divides by. Dropout falls on the read weights.
     """
     check_keys(k, v, write, memory, key_padding_mask)
-    check_queries(q, k, v, write.phi.shape[-1], linear)
+    check_queries(q, k, v, write.phi.shape[-1], linear, floor)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
     check_backend(backend)
