@@ -47,8 +47,9 @@ MILD = 16.0
 GROWTH = 30.0
 
 # Chunks, of all rows together, that are worked on at a time: of 64 tokens and 64 slots each, 4 MB an array, so that a
-# long sequence needs little beside its output where no gradient is asked for.
-AT_A_TIME = 256
+# long sequence needs little beside its output where no gradient is asked for. Where it is, all is kept anyway, and the
+# fewer parts its gradients come in, the less is copied.
+AT_A_TIME, WITH_GRADIENTS = 256, 1024
 
 
 class _Split(NamedTuple):
@@ -128,44 +129,44 @@ def chunked_mean(
 
     b, h, t, _ = log_weights.shape
     groups, size = q.shape[1] // h, min(64, 1 << (t - 1).bit_length())
-    several = max(1, AT_A_TIME // (b * h))
+    several = max(1, (WITH_GRADIENTS if torch.is_grad_enabled() else AT_A_TIME) // (b * h))
 
     def pieces(x: Tensor, fill: float = 0.0) -> tuple[Tensor, ...]:  # ... t _ -> (b h) ... several chunks c _
         return _cut(x.flatten(0, 1), size, fill).split(several, -3)
 
     tops, total = top.flatten(0, 1)[:, None, None], total.flatten(0, 1)
-    sums = torch.cat([memory.k, memory.v], dim=-1).flatten(0, 1) * total[..., None]
-    sums, start, lower = sums.to(v.dtype), total, v.new_ones(size, size).tril()
-    read, widths, factor = [], (k.shape[-1], v.shape[-1]), query_scale(q, scale)
+    sums_k, sums_v = ((x.flatten(0, 1) * total[..., None]).to(v.dtype) for x in (memory.k, memory.v))
+    start, lower = total, v.new_ones(size, size).tril()
+    read, factor = [], query_scale(q, scale)
     tokens = (pieces(group_heads(q, h).to(v.dtype)), pieces(k), pieces(v), pieces(log_weights, -torch.inf))
     for q_, k_, v_, log_weights_ in zip(*tokens, strict=True):
         many = k_.shape[1]
         weights = (log_weights_ - tops).exp_().flatten(0, 1)
-        q_, both = q_.transpose(1, 2).flatten(2, 3).flatten(0, 1), torch.cat([k_, v_], dim=-1).flatten(0, 1)
-        k_, v_ = both.split(widths, dim=-1)
-        every_sum, every_start = [sums], [start]
-        added, grown_by = weights.mT @ both, weights.sum(1).double()
-        # Unbound, not indexed: the gradient of a slice is as large as all.
-        for new, grown in zip(*(x.unflatten(0, (-1, many)).unbind(1) for x in (added, grown_by)), strict=True):
-            every_sum.append(every_sum[-1] + new)
-            every_start.append(every_start[-1] + grown)
-        sums, start = every_sum[-1], every_start[-1]
-        sums_k, sums_v = torch.stack(every_sum[:-1], dim=1).flatten(0, 1).split(widths, dim=-1)
-        starts = torch.stack(every_start[:-1], dim=1).flatten(0, 1)[:, None].to(v.dtype)
-        running = torch.baddbmm(starts, lower.expand(len(weights), -1, -1), weights)
+        q_, k_, v_ = q_.transpose(1, 2).flatten(2, 3).flatten(0, 1), k_.flatten(0, 1), v_.flatten(0, 1)
+        before_k, sums_k = _before(sums_k, weights.mT @ k_, many)
+        before_v, sums_v = _before(sums_v, weights.mT @ v_, many)
+        starts, start = _before(start, weights.sum(1).double(), many)
+        running = torch.baddbmm(starts[:, None].to(v.dtype), lower.expand(len(weights), -1, -1), weights)
         empty = None if always_open else running == 0
         share = (running if empty is None else running.masked_fill(empty, 1)).reciprocal()[:, None]
         seen = ~empty[:, None] if mask_empty and empty is not None else None
-        scores = q_ @ sums_k.mT
+        scores = q_ @ before_k.mT
         scores.baddbmm_(_up_to_self(q_ @ k_.mT, groups), weights, beta=factor, alpha=factor)
         p = softmax_weights(scores.unflatten(1, (groups, -1)) * share, seen, dropout) * share
         p = p.flatten(1, 2)
-        out = (p @ sums_v).baddbmm_(_up_to_self(p @ weights.mT, groups), v_)
+        out = (p @ before_v).baddbmm_(_up_to_self(p @ weights.mT, groups), v_)
         read.append(out.unflatten(1, (groups, -1)).unflatten(0, (-1, many)).transpose(1, 2))
     out = torch.cat(read, dim=2).flatten(2, 3)[:, :, :t].reshape(b, -1, t, v.shape[-1])
-    sums, total, end = (x.unflatten(0, (b, h)) for x in (sums, total, start))
-    last_k, last_v = sums.split(widths, dim=-1)
-    return out, _means(memory, last_k, last_v, total, end), log_in_unit(end, top)
+    sums_k, sums_v, total, end = (x.unflatten(0, (b, h)) for x in (sums_k, sums_v, total, start))
+    return out, _means(memory, sums_k, sums_v, total, end), log_in_unit(end, top)
+
+
+def _before(first: Tensor, added: Tensor, many: int) -> tuple[Tensor, Tensor]:
+    """What there was before each of `many` chunks, `(rows many) ...`, and after the last, `rows ...`."""
+    every = [first]
+    for new in added.unflatten(0, (-1, many)).unbind(1):  # not indexed: the gradient of a slice is as large as all
+        every.append(every[-1] + new)
+    return torch.stack(every[:-1], dim=1).flatten(0, 1), every[-1]
 
 
 def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
