@@ -425,23 +425,13 @@ def _library() -> ctypes.CDLL:
     return LIBRARY
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    phi: Tensor,
-    mean: bool,
-    linear: bool,
-    mask_empty: bool,
-    causal: bool,
-    scale: float,
-    floor: float,
-) -> Any:
+def _arguments(q: Tensor, k: Tensor, v: Tensor, phi: Tensor, *options: float) -> Any:
+    """The sizes and, in the order of every signature here, the options."""
     b, h, t, d = k.shape
     n, e = phi.shape[-1], v.shape[-1]
     sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": n, "d": d, "e": e, "queries": q.shape[2]}
-    flags = {"mean": mean, "linear": linear, "mask_empty": mask_empty, "causal": causal, "backward": 0}
-    return _Args(**sizes, **flags, threads=torch.get_num_threads(), scale=scale, floor=floor)
+    named = dict(zip(("mean", "linear", "mask_empty", "causal", "scale", "floor"), options, strict=True))
+    return _Args(**sizes, **named, backward=0, threads=torch.get_num_threads())
 
 
 def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor | None]:
