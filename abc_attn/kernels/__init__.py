@@ -20,7 +20,8 @@ from abc_attn.core import (
     reference,
     write,
 )
-from abc_attn.kernels.chunked import chunked, chunked_mean, write_mean
+from abc_attn.kernels.chunked import chunked
+from abc_attn.kernels.chunked_mean import chunked_mean, write_mean
 from abc_attn.kernels.native import LIBRARY, applies, native, native_mean
 from abc_attn.normaliser import empty_total, running_mean
 

@@ -10,10 +10,7 @@ Tokens of earlier chunks come through the memory at the chunk's start; those of 
 Nothing overflows or cancels whatever the decays are, -inf included, and nothing of size chunk x chunk x n is made. The
 halving stops early where the decays inside a block are so mild that one split serves the whole block.
 
-A running mean of ordinary weights needs no decays, it is a sum over a sum: with c the weights in one unit for each
-slot, A_t their running total and S the sum of the c_j k_j before the chunk, query t reads
-
-    (S + sum over the chunk's j <= t of c_j k_j) / A_t                                           (values alike)
+A running mean of ordinary weights needs no decays: chunked_mean.
 """
 
 from __future__ import annotations
@@ -36,20 +33,10 @@ from abc_attn.core import (
     used_at_each,
     used_at_end,
 )
-from abc_attn.normaliser import log_in_unit, unit
 
 # A block that decays by less than this many nats is split once: exp(+-16) is far from overflow, and a rounded
 # exponent of 16 is still good to 1e-6 in fp32.
 MILD = 16.0
-
-# A slot's total may grow by this many nats in a call and still be written in one unit: its gradient takes the square of
-# the total's inverse, and exp(60) leaves fp32 room.
-GROWTH = 30.0
-
-# Chunks, of all rows together, that are worked on at a time: of 64 tokens and 64 slots each, 4 MB an array, so that a
-# long sequence needs little beside its output where no gradient is asked for. Where it is, all is kept anyway, and the
-# fewer parts its gradients come in, the less is copied.
-AT_A_TIME, WITH_GRADIENTS = 256, 1024
 
 
 class _Split(NamedTuple):
@@ -82,10 +69,10 @@ def chunked(
     if write.readable is not None:
         seen = write.readable if seen is None else seen & write.readable
 
-    q = _cut(group_heads(q, k.shape[1]).to(v.dtype), size)
-    k, v, phi = (_cut(x[:, :, None], size) for x in (k, v, write.phi))
-    log_decay = None if write.log_decay is None else _cut(write.log_decay[:, :, None], size)
-    seen = None if seen is None else _cut(seen[:, :, None], size)
+    q = cut(group_heads(q, k.shape[1]).to(v.dtype), size)
+    k, v, phi = (cut(x[:, :, None], size) for x in (k, v, write.phi))
+    log_decay = None if write.log_decay is None else cut(write.log_decay[:, :, None], size)
+    seen = None if seen is None else cut(seen[:, :, None], size)
     splits = _splits(phi, log_decay)
     start = None if log_decay is None else log_decay.cumsum(-2).exp()  # what is left at t of the chunk's start
     stored_k, stored_v, stored_mass, last = _memories(k, v, phi, log_decay, memory)
@@ -99,97 +86,6 @@ def chunked(
         scores = _against(q * query_scale(q, scale), k, stored_k, start, splits)
         out = _through(softmax_weights(scores, seen, dropout), v, stored_v, start, splits)
     return out.flatten(3, 4)[:, :, :, :t].flatten(1, 2), last._replace(used=used_at_end(write, memory.used))
-
-
-def chunked_mean(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_weights: Tensor,
-    memory: Memory,
-    log_total: Tensor,
-    *,
-    mask_empty: bool,
-    scale: float | None,
-    dropout: float,
-) -> tuple[Tensor, Memory, Tensor] | None:
-    """Causal attention over running means: what native_mean gives. None where some slot's total grows too much."""
-    if not has_values(log_weights):
-        return None
-    top = unit(log_weights, log_total)
-    total = (log_total - top).exp()
-    with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
-        opening = torch.maximum(log_weights[:, :, 0], log_total)
-        always_open = bool((opening != -torch.inf).all())
-        if not always_open:
-            first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
-            opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
-        if bool(((opening < top - GROWTH) & (opening != -torch.inf)).any()):
-            return None
-
-    b, h, t, _ = log_weights.shape
-    groups, size = q.shape[1] // h, min(64, 1 << (t - 1).bit_length())
-    several = max(1, (WITH_GRADIENTS if torch.is_grad_enabled() else AT_A_TIME) // (b * h))
-
-    def pieces(x: Tensor, fill: float = 0.0) -> tuple[Tensor, ...]:  # ... t _ -> (b h) ... several chunks c _
-        return _cut(x.flatten(0, 1), size, fill).split(several, -3)
-
-    tops, total = top.flatten(0, 1)[:, None, None], total.flatten(0, 1)
-    sums_k, sums_v = ((x.flatten(0, 1) * total[..., None]).to(v.dtype) for x in (memory.k, memory.v))
-    start, lower = total, v.new_ones(size, size).tril()
-    read, factor = [], query_scale(q, scale)
-    tokens = (pieces(group_heads(q, h).to(v.dtype)), pieces(k), pieces(v), pieces(log_weights, -torch.inf))
-    for q_, k_, v_, log_weights_ in zip(*tokens, strict=True):
-        many = k_.shape[1]
-        weights = (log_weights_ - tops).exp_().flatten(0, 1)
-        q_, k_, v_ = q_.transpose(1, 2).flatten(2, 3).flatten(0, 1), k_.flatten(0, 1), v_.flatten(0, 1)
-        before_k, sums_k = _before(sums_k, weights.mT @ k_, many)
-        before_v, sums_v = _before(sums_v, weights.mT @ v_, many)
-        starts, start = _before(start, weights.sum(1).double(), many)
-        running = torch.baddbmm(starts[:, None].to(v.dtype), lower.expand(len(weights), -1, -1), weights)
-        empty = None if always_open else running == 0
-        share = (running if empty is None else running.masked_fill(empty, 1)).reciprocal()[:, None]
-        seen = ~empty[:, None] if mask_empty and empty is not None else None
-        scores = q_ @ before_k.mT
-        scores.baddbmm_(_up_to_self(q_ @ k_.mT, groups), weights, beta=factor, alpha=factor)
-        p = softmax_weights(scores.unflatten(1, (groups, -1)) * share, seen, dropout) * share
-        p = p.flatten(1, 2)
-        out = (p @ before_v).baddbmm_(_up_to_self(p @ weights.mT, groups), v_)
-        read.append(out.unflatten(1, (groups, -1)).unflatten(0, (-1, many)).transpose(1, 2))
-    out = torch.cat(read, dim=2).flatten(2, 3)[:, :, :t].reshape(b, -1, t, v.shape[-1])
-    sums_k, sums_v, total, end = (x.unflatten(0, (b, h)) for x in (sums_k, sums_v, total, start))
-    return out, _means(memory, sums_k, sums_v, total, end), log_in_unit(end, top)
-
-
-def _before(first: Tensor, added: Tensor, many: int) -> tuple[Tensor, Tensor]:
-    """What there was before each of `many` chunks, `(rows many) ...`, and after the last, `rows ...`."""
-    every = [first]
-    for new in added.unflatten(0, (-1, many)).unbind(1):  # not indexed: the gradient of a slice is as large as all
-        every.append(every[-1] + new)
-    return torch.stack(every[:-1], dim=1).flatten(0, 1), every[-1]
-
-
-def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
-    """The means after the last token, for any weights: the total then is no smaller than its largest term."""
-    top = unit(log_weights, log_total)
-    weights, total = (log_weights - top[:, :, None]).exp_(), (log_total - top).exp()
-    end = total + weights.sum(2, dtype=torch.float64)
-    sums_k, sums_v = (
-        (old * total[..., None]).to(v.dtype) + weights.mT @ new for old, new in ((memory.k, k), (memory.v, v))
-    )
-    return _means(memory, sums_k, sums_v, total, end), log_in_unit(end, top)
-
-
-def _means(old: Memory, sums_k: Tensor, sums_v: Tensor, total: Tensor, end: Tensor) -> Memory:
-    """The memory of means, from sums that grew from `total` to `end` (b h n, fp64)."""
-    share = end.masked_fill(end == 0, 1).reciprocal()
-    k, v, mass = sums_k * share[..., None], sums_v * share[..., None], (old.mass * total + (end - total)) * share
-    return Memory(k.to(old.k.dtype), v.to(old.v.dtype), mass.to(old.mass.dtype), old.used | (end != 0))
-
-
-def _up_to_self(pairs: Tensor, groups: int) -> Tensor:
-    """Each query, in every one of the groups, reads the tokens up to itself."""
-    return pairs.tril_() if groups == 1 else pairs.unflatten(1, (groups, -1)).tril().flatten(1, 2)
 
 
 def _against(q: Tensor, k: Tensor, stored: Tensor, start: Tensor | None, splits: list[_Split]) -> Tensor:
@@ -277,7 +173,7 @@ def _memories(
     return starts_k, starts_v, starts_mass, last
 
 
-def _cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+def cut(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """`... t _` -> `... m c _`: m chunks of c = size tokens, the last filled up. A view where nothing is missing."""
     missing = -x.shape[-2] % size
     return (F.pad(x, (0, 0, 0, missing), value=fill) if missing else x).unflatten(-2, (-1, size))

@@ -1,0 +1,408 @@
+"""Running means on the torch backend: sums over sums, as products of matrices over chunks of tokens.
+
+With c the weights in one unit for each slot, A_t their running total, and K_t and V_t the running sums of the c_j k_j
+and c_j v_j, query t reads
+
+    s_t = scale q_t K_t / A_t,      p_t = softmax(s_t),      u_t = p_t / A_t,      o_t = u_t V_t
+
+Both q_t K_t and u_t V_t are one form: x_t meets S_t, the sum of the products a_j b_j of the tokens up to t. With S what
+there was before t's chunk,
+
+    x_t S_t = x_t S + sum over the chunk's j <= t of (x_t . a_j) b_j
+
+Some chunks are worked on at a time, in the same few arrays again and again: what is in the processor's caches is had
+several times as fast as what malloc gives. The gradient goes through the text from its end and reads each part anew;
+autograd would keep ten arrays of t x n.
+
+Axes: a row r is a head of a batch, whose keys g queries share; m chunks of c tokens; s chunks are worked on at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from abc_attn.core import Memory, group_heads, has_values, query_scale, softmax_weights
+from abc_attn.kernels.chunked import cut
+from abc_attn.normaliser import log_in_unit, unit
+
+# A slot's total may grow by this many nats in a call and still be written in one unit: its gradient takes the square of
+# the total's inverse, and exp(60) leaves fp32 room.
+GROWTH = 30.0
+
+CHUNK = 64  # tokens
+
+# Chunks, of all rows together, that are worked on at a time: an array of 64 x 64 for each takes a megabyte, a dozen of
+# them fit a CPU's caches, and there is enough to do in each call of torch. Other devices want more.
+AT_A_TIME, AT_A_TIME_ELSEWHERE = 64, 1024
+
+
+def chunked_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory,
+    log_total: Tensor,
+    *,
+    mask_empty: bool,
+    scale: float | None,
+    dropout: float,
+) -> tuple[Tensor, Memory, Tensor] | None:
+    """Causal attention over running means: what native_mean gives. None where some slot's total grows too much."""
+    if not has_values(log_weights):
+        return None
+    top = unit(log_weights, log_total)
+    with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
+        opening = torch.maximum(log_weights[:, :, 0], log_total)
+        always_open = bool((opening != -torch.inf).all())
+        if not always_open:
+            first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
+            opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
+        if bool(((opening < top - GROWTH) & (opening != -torch.inf)).any()):
+            return None
+
+    b, h, t, n = log_weights.shape
+    size = min(CHUNK, 1 << (t - 1).bit_length())
+    total = (log_total - top).exp()
+    sums_k, sums_v = (x.to(v.dtype) * total[..., None].to(v.dtype) for x in (memory.k, memory.v))
+    q = cut(group_heads(q, h).to(v.dtype), size)
+    k, v, log_weights = (cut(x[:, :, None], size, fill) for x, fill in ((k, 0.0), (v, 0.0), (log_weights, -torch.inf)))
+    noise = F.dropout(q.new_ones(*q.shape[:-1], n), dropout) if dropout else None
+    tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
+    state = [x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
+    saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
+    how = _How(query_scale(q, scale), always_open, mask_empty, saves)
+    out, *last = _Mean.apply(*tokens, *state, how)[:4]
+    sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
+    out = out.permute(1, 2, 0, 3, 4).reshape(b, -1, out.shape[0] * size, out.shape[-1])[:, :, :t]
+    return out, _means(memory, sums_k.mT, sums_v, total, end), log_in_unit(end, top)
+
+
+def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
+    """The means after the last token, for any weights: the total then is no smaller than its largest term."""
+    top = unit(log_weights, log_total)
+    weights, total = (log_weights - top[:, :, None]).exp_(), (log_total - top).exp()
+    end = total + weights.sum(2, dtype=torch.float64)
+    sums_k, sums_v = (
+        (old * total[..., None]).to(v.dtype) + weights.mT @ new for old, new in ((memory.k, k), (memory.v, v))
+    )
+    return _means(memory, sums_k, sums_v, total, end), log_in_unit(end, top)
+
+
+def _means(old: Memory, sums_k: Tensor, sums_v: Tensor, total: Tensor, end: Tensor) -> Memory:
+    """The memory of means, from sums that grew from `total` to `end` (b h n, fp64)."""
+    share = end.masked_fill(end == 0, 1).reciprocal()
+    k, v = (x * share[..., None].to(x.dtype) for x in (sums_k, sums_v))
+    mass = (old.mass * total + (end - total)) * share
+    return Memory(k.to(old.k.dtype), v.to(old.v.dtype), mass.to(old.mass.dtype), old.used | (end != 0))
+
+
+class _How(NamedTuple):
+    scale: float
+    always_open: bool  # no slot is empty at any token
+    mask_empty: bool
+    saves: bool  # there will be a backward pass
+
+
+class _Text(NamedTuple):
+    """What is read, chunks first, so that some of them are a slice; and what there was before it."""
+
+    q: Tensor  # m r g c d
+    k: Tensor  # m r 1 c d
+    v: Tensor  # m r 1 c e
+    log_weights: Tensor  # m r 1 c n
+    noise: Tensor | None  # m r g c n: what dropout multiplies p with
+    sums_k: Tensor  # r d n
+    sums_v: Tensor  # r n e
+    total: Tensor  # r n, in fp64
+    top: Tensor  # r n
+    how: _How
+
+
+class _Mean(torch.autograd.Function):
+    """Of a text, what is read and the last sums_k, sums_v and total; and those before each part, without gradients."""
+
+    @staticmethod
+    def forward(*text: Any) -> tuple[Tensor, ...]:
+        return _forward(_Text(*text), _Room())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.how = inputs
+        ctx.save_for_backward(*tensors, *output[4:])
+        ctx.mark_non_differentiable(*output[4:])
+
+    @staticmethod
+    def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, starts = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+        text = _Text._make((*inputs, ctx.how))
+        if not torch.is_grad_enabled():
+            return _backward(text, starts, *d_output[:4])
+        # The gradient is to have one itself, which is left to autograd.
+        outputs = _forward(text, _Room(reuse=False))[:4]
+        given = [(x, d) for x, d in zip(outputs, d_output, strict=False) if x.requires_grad]
+        needed = [x is not None and x.requires_grad for x in inputs]
+        outputs, d_outputs = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(outputs, [*compress(inputs, needed)], d_outputs, create_graph=True))
+        return *(next(found) if need else None for need in needed), None
+
+
+def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
+    m, rows, groups, size, _ = text.q.shape
+    out = text.v.new_empty(rows, groups, m, size, text.v.shape[4]).permute(2, 0, 1, 3, 4)  # in order of the tokens
+    last = [torch.empty_like(x) for x in (text.sums_k, text.sums_v, text.total)]
+    starts = []
+    for part in _parts(m, rows, out.device):
+        if part.chunks.start == 0:
+            now_k, now_v, now = (_own(x[part.rows]) for x in (text.sums_k, text.sums_v, text.total))
+        if text.how.saves:
+            starts += [now_k.clone(), now_v.clone(), now]
+        x, now = _find(part, text, now_k, now, room)
+        values = _meet("v", x.u, x.weights, part.take("v", text.v, room), now_v, room)
+        part.put(values.read("out", room), out)
+        now_k, now_v = x.keys.after(room), values.after(room)
+        if part.chunks.stop >= m:
+            for end, found in zip(last, (now_k, now_v, now), strict=True):
+                end[part.rows] = found
+    return out, *last, *starts
+
+
+def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Tensor) -> tuple[Tensor | None, ...]:
+    m, rows, groups, size, _ = text.q.shape
+    d_q, d_k, d_v, d_log_weights = (torch.empty_like(x) for x in text[:4])
+    d_first = [torch.empty_like(x) for x in d_last]
+    room = _Room()
+    upper = d_out.new_ones(size, size).triu()
+    for i, part in reversed(list(enumerate(_parts(m, rows, d_out.device)))):
+        if part.chunks.stop >= m:
+            d_now_k, d_now_v, d_now = (_own(x[part.rows]) for x in d_last)
+        first_k, first_v, first = starts[3 * i : 3 * i + 3]
+        x, _ = _find(part, text, first_k, first, room)
+
+        # o = u V,  u = p / A
+        values = _meet("v", x.u, x.weights, part.take("v", text.v, room), first_v, room)
+        d_read = part.take("d_out", d_out, room)
+        d_u, d_weights, d_values, d_now_v = values.backward("v", d_read, d_now_v, room)
+        part.put(d_values, d_v)
+        d_u = d_u.view_as(x.p)
+        d_s = torch.div(d_u, x.running, out=room.like("d_s", d_u))
+        if text.noise is not None:
+            d_s *= part.take("noise", text.noise, room).view_as(d_s)
+        d_log_total = d_u.mul_(x.u.view_as(d_u))
+
+        # p = softmax(s),  s = scale q K / A
+        d_s *= x.p
+        d_s.addcmul_(x.p, d_s.sum(-1, keepdim=True), value=-1)
+        d_log_total.addcmul_(d_s, x.scores)
+        d_read = d_s.div_(x.running).mul_(text.how.scale).view_as(x.u)
+        d_queries, d_keys, d_weights_k, d_now_k = x.keys.backward("k", d_read, d_now_k, room)
+        part.put(d_queries, d_q)
+        part.put(d_keys, d_k)
+
+        # A is the running sum of the weights, and these are exponentials.
+        d_log_total = d_log_total if groups == 1 else d_log_total.sum(1, keepdim=True)
+        d_total = d_log_total.div_(x.running).neg_()[:, 0]
+        behind, d_now = _totals(d_now, d_total.sum(1), room, reverse=True)
+        d_weights.add_(d_weights_k).add_(behind[:, None])
+        d_weights.baddbmm_(upper.expand(len(d_total), -1, -1), d_total).mul_(x.weights)
+        part.put(d_weights, d_log_weights)
+        if part.chunks.start == 0:
+            for end, found in zip(d_first, (d_now_k, d_now_v, d_now), strict=True):
+                end[part.rows] = found
+    return d_q, d_k, d_v, d_log_weights, None, *d_first, None, None
+
+
+class _Found(NamedTuple):
+    """What the queries of a part find before they read the values; the first axis is (s r)."""
+
+    keys: _Meeting  # of q, k and weights
+    weights: Tensor  # c n
+    running: Tensor  # 1 c n: A
+    scores: Tensor  # g c n
+    p: Tensor  # g c n, before dropout
+    u: Tensor  # (g c) n
+
+
+def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) -> tuple[_Found, Tensor]:
+    """... from the sums before the part; and the total after it."""
+    how, log_weights = text.how, part.of(text.log_weights)
+    weights = torch.sub(log_weights, text.top[part.rows, None, None], out=room.like("weights", log_weights)).exp_()
+    weights = weights.reshape(-1, *weights.shape[3:])
+    running = torch.cumsum(weights, 1, out=room.like("running", weights))
+    before, after = _totals(total, running[:, -1], room)
+    running += before[:, None]
+    seen = None
+    if not how.always_open:
+        empty = running == 0
+        running = running.masked_fill(empty, 1)
+        seen = ~empty[:, None] if how.mask_empty else None
+    running = running[:, None]
+
+    keys = _meet("k", part.take("q", text.q, room), part.take("k", text.k, room), weights, sums_k, room)
+    scores = keys.read("scores", room, how.scale).view(len(weights), -1, *weights.shape[1:]).div_(running)
+    if seen is None:
+        p = torch.softmax(scores, -1, out=room.like("p", scores))
+    else:
+        p = softmax_weights(scores, seen, 0.0)
+    u = torch.div(p, running, out=room.like("u", p) if how.saves else p)
+    if text.noise is not None:
+        u = u.mul_(part.take("noise", text.noise, room).view_as(u))
+    return _Found(keys, weights, running, scores, p, u.flatten(1, 2)), after
+
+
+class _Meeting(NamedTuple):
+    """x_t and what it meets; the first axis is (s r)."""
+
+    x: Tensor  # (g c) _
+    a: Tensor  # c _
+    b: Tensor  # c _
+    first: Tensor  # S before the part, without s
+    before: Tensor  # S before each chunk
+    last: Tensor | None  # S after the part, without s, if it is there already
+    pairs: Tensor  # (g c) c: x_t . a_j, j <= t
+
+    def read(self, name: str, room: _Room, scale: float = 1.0) -> Tensor:
+        """x_t S_t."""
+        return room.product(name, self.x, self.before).baddbmm_(self.pairs, self.b, beta=scale, alpha=scale)
+
+    def after(self, room: _Room) -> Tensor:
+        """S after the part. Of a single chunk it takes the place of the one before: all has been read."""
+        if self.last is not None:
+            return self.last
+        return (self.first.baddbmm_ if room.reuse else self.first.baddbmm)(self.a.mT, self.b)
+
+    def backward(
+        self, name: str, d_read: Tensor, d_after: Tensor, room: _Room
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of x, a, b and `first`, from those of the x_t S_t and of the S after the part."""
+        d_pairs = _up_to_self(room.product("d_pairs", d_read, self.b.mT))
+        d_x = room.product(f"d_x of {name}", d_read, self.before.mT).baddbmm_(d_pairs, self.a)
+        behind, d_first = _sums(f"d_{name}", self.x, d_read, d_after, room, reverse=True)
+        d_a = room.product(f"d_a of {name}", self.b, behind.mT).baddbmm_(d_pairs.mT, self.x)
+        d_b = room.product(f"d_b of {name}", self.a, behind).baddbmm_(self.pairs.mT, d_read)
+        return d_x, d_a, d_b, d_after.baddbmm_(self.x.mT, d_read) if d_first is None else d_first
+
+
+def _meet(name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, room: _Room) -> _Meeting:
+    before, last = _sums(name, a, b, first, room)
+    return _Meeting(x, a, b, first, before, last, _up_to_self(room.product(f"pairs of {name}", x, a.mT)))
+
+
+def _up_to_self(pairs: Tensor) -> Tensor:
+    """Each query, in every one of its groups, meets the tokens up to itself."""
+    size = pairs.shape[2]
+    pairs.view(-1, pairs.shape[1] // size, size, size).tril_()
+    return pairs
+
+
+def _sums(
+    name: str, a: Tensor, b: Tensor, first: Tensor, room: _Room, *, reverse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """S before each chunk and after the last, from that before the first; of a single chunk the second is left out.
+
+    In reverse S after each chunk and before the first, from that after the last: what later queries ask of it.
+    """
+    rows = len(first)
+    if len(a) == rows:
+        return first, None
+    steps = room.array("steps", first, rows + len(a), *first.shape[1:])
+    if steps is None:
+        steps = _in_order(first, torch.bmm(a.mT, b), reverse)
+    else:
+        torch.bmm(a.mT, b, out=steps[:-rows] if reverse else steps[rows:])
+        (steps[-rows:] if reverse else steps[:rows]).copy_(first)
+    steps = steps.view(-1, first.numel())
+    sums = torch.mm(room.triangle(steps, reverse), steps, out=room.like(f"sums of {name}", steps))
+    sums = sums.view(-1, *first.shape[1:])
+    return (sums[rows:], sums[:rows]) if reverse else (sums[:-rows], sums[-rows:])
+
+
+def _totals(first: Tensor, added: Tensor, room: _Room, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """As _sums, of what the chunks add, `(s r) n`. The last is in fp64 as the first is, so that no rounding adds up."""
+    rows, now = len(first), first.to(added.dtype)
+    if len(added) == rows:
+        return now, first + added
+    steps = _in_order(now, added, reverse).view(-1, now.numel())
+    sums = (room.triangle(steps, reverse) @ steps).view(-1, now.shape[1])
+    return sums[rows:] if reverse else sums[:-rows], first + added.unflatten(0, (-1, rows)).sum(0)
+
+
+def _in_order(first: Tensor, added: Tensor, reverse: bool) -> Tensor:
+    return torch.cat((added, first) if reverse else (first, added))
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that may be changed in place."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _Part(NamedTuple):
+    """What is worked on at a time: some chunks of some rows."""
+
+    chunks: slice
+    rows: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """`m r g c _` -> `s r g c _` of this part, a view."""
+        return x[self.chunks, self.rows]
+
+    def take(self, name: str, x: Tensor, room: _Room) -> Tensor:
+        """`m r g c _` -> `(s r) (g c) _`, a copy unless it is simply a view."""
+        mine = self.of(x)
+        if mine.shape[0] == mine.shape[2] == 1:
+            return mine[0, :, 0]
+        out = room.like(name, mine)
+        return (mine.contiguous() if out is None else out.copy_(mine)).flatten(2, 3).flatten(0, 1)
+
+    def put(self, found: Tensor, into: Tensor) -> None:
+        place = self.of(into)
+        place.copy_(found.view(place.shape))
+
+
+def _parts(chunks: int, rows: int, device: torch.device) -> list[_Part]:
+    at_a_time = AT_A_TIME if device.type == "cpu" else AT_A_TIME_ELSEWHERE
+    several = math.ceil(rows / math.ceil(rows / at_a_time))
+    many = max(1, at_a_time // several)
+    return [
+        _Part(slice(first, first + many), slice(row, row + several))
+        for row in range(0, rows, several)
+        for first in range(0, chunks, many)
+    ]
+
+
+class _Room:
+    """Arrays by name, which every part writes anew; without `reuse` there are none, where autograd is to follow."""
+
+    def __init__(self, reuse: bool = True) -> None:
+        self.reuse = reuse
+        self._arrays: dict[tuple[str | int, ...], Tensor] = {}
+        self._triangles: dict[tuple[int, torch.dtype, bool], Tensor] = {}
+
+    def array(self, name: str, like: Tensor, *shape: int) -> Tensor | None:
+        if not self.reuse:
+            return None
+        key: tuple[str | int, ...] = (name, *shape)
+        if key not in self._arrays:
+            self._arrays[key] = like.new_empty(shape)
+        return self._arrays[key]
+
+    def like(self, name: str, x: Tensor) -> Tensor | None:
+        return self.array(name, x, *x.shape)
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b, out=self.array(name, a, a.shape[0], a.shape[1], b.shape[2]))
+
+    def triangle(self, steps: Tensor, reverse: bool) -> Tensor:
+        """Which steps, a row each, are summed into which of as many sums: those up to it, or in reverse from it on."""
+        key = (len(steps), steps.dtype, reverse)
+        if key not in self._triangles:
+            ones = steps.new_ones(len(steps), len(steps))
+            self._triangles[key] = ones.triu() if reverse else ones.tril()
+        return self._triangles[key]

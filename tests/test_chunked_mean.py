@@ -1,0 +1,114 @@
+"""The torch backend's running means, which work on some chunks of some rows at a time and differentiate themselves."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from contract import error
+from torch import Tensor
+
+from abc_attn import mlp_attention
+
+MODULE = importlib.import_module("abc_attn.kernels.chunked_mean")  # the package has a function of this name
+
+# batch, heads, queries to a key, tokens: with chunks of 8 tokens, 6 at a time
+LAYOUTS = {
+    "some chunks of one row": (1, 1, 1, 100),
+    "some chunks of some rows": (1, 3, 1, 61),
+    "all chunks of all rows": (1, 2, 1, 17),
+    "a chunk of all rows": (2, 3, 1, 40),
+    "a chunk of some rows": (3, 5, 1, 27),
+    "grouped queries, some chunks": (1, 2, 3, 45),
+    "grouped queries, a chunk": (2, 3, 2, 45),
+    "less than a chunk": (2, 2, 1, 5),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(MODULE, "CHUNK", 8)
+    monkeypatch.setattr(MODULE, "AT_A_TIME", 6)
+
+
+def tokens(layout: str, t: int | None = None) -> list[Tensor]:
+    """q, k, v and logits in fp64, of widths that cannot be taken for one another."""
+    b, h, groups, length = LAYOUTS[layout]
+    sizes = ((h * groups, 3), (h, 3), (h, 4), (h, 5))
+    return [torch.randn(b, heads, t or length, width, dtype=torch.float64) for heads, width in sizes]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_state_and_gradients_are_those_of_the_loop(layout, padded):
+    torch.manual_seed(0)
+    inputs = tokens(layout)
+    with torch.no_grad():
+        _, (memory, log_total) = mlp_attention(*tokens(layout, t=3), backend="reference")
+    memory = memory._replace(k=memory.k.requires_grad_(), v=memory.v.requires_grad_(), mass=memory.mass.requires_grad_())
+    wanted = [*(x.requires_grad_() for x in inputs), memory.k, memory.v, memory.mass, log_total.requires_grad_()]
+    b, t = inputs[0].shape[0], inputs[0].shape[2]
+    padding = torch.arange(t) < torch.arange(b)[:, None] + 2 if padded else None
+    found = []
+    for backend in ("torch", "reference"):
+        out, state = mlp_attention(*inputs, (memory, log_total), key_padding_mask=padding, backend=backend)
+        results = (out, state[0].k, state[0].v, state[0].mass, state[1])
+        loss = sum((part.sin() * part.detach().cos()).sum() for part in results)
+        found.append((*results, *torch.autograd.grad(loss, wanted)))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_changes_where_no_gradient_is_asked(layout):
+    """The arrays are shared out differently then."""
+    torch.manual_seed(1)
+    inputs = tokens(layout)
+    with torch.no_grad():
+        alone, state = mlp_attention(*inputs, backend="torch")
+    out, with_gradients = mlp_attention(*(x.requires_grad_() for x in inputs), backend="torch")
+    for a, b in zip((alone, *state[0], state[1]), (out, *with_gradients[0], with_gradients[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("layout", ["some chunks of some rows", "a chunk of some rows", "grouped queries, some chunks"])
+def test_gradients_are_those_of_finite_differences(layout, dropout):
+    def read(*inputs):
+        torch.manual_seed(3)  # the same weights are dropped every time
+        out, (memory, log_total) = mlp_attention(*inputs, dropout=dropout, backend="torch")
+        return out, memory.k, memory.v, log_total
+
+    torch.manual_seed(2)
+    assert torch.autograd.gradcheck(read, [x.requires_grad_() for x in tokens(layout, t=20)], fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", ["some chunks of some rows", "a chunk of some rows", "grouped queries, some chunks"])
+def test_gradients_have_gradients(layout):
+    def read(*inputs):
+        return mlp_attention(*inputs, backend="torch")[0]
+
+    torch.manual_seed(4)
+    inputs = [x.requires_grad_() for x in tokens(layout, t=20)]
+    assert torch.autograd.gradgradcheck(read, inputs, fast_mode=True)
+    (expected,) = torch.autograd.grad(read(*inputs).sin().sum(), inputs[:1])
+    assert error(torch.func.grad(lambda q: read(q, *inputs[1:]).sin().sum())(inputs[0]), expected) <= 1e-12
+
+
+def test_what_training_keeps():
+    """Its inputs, and the sums before each part of the text; autograd would keep ten arrays as large as the logits."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    b, h, t, d, n = 1, 2, 800, 8, 8
+    inputs = [torch.randn(b, h, t, width, requires_grad=True) for width in (d, d, d, n)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out, _ = mlp_attention(*inputs, backend="torch")
+    given = sum(x.nbytes for x in inputs)
+    parts = -(-t // (8 * 3))  # three chunks of both rows at a time
+    assert given < sum(kept.values()) <= given + (parts + 4) * b * h * (2 * n * d + 2 * n) * 4
+    out.sum().backward()
