@@ -79,7 +79,8 @@ def chunked_mean(
     state = [x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
     how = _How(query_scale(q, scale), always_open, mask_empty, saves)
-    out, *last = _Mean.apply(*tokens, *state, how)[:4]
+    run = _Mean.apply if saves else _Mean.forward  # of little text, autograd's bookkeeping would be the most
+    out, *last = run(*tokens, *state, how)[:4]
     sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
     out = out.permute(1, 2, 0, 3, 4).reshape(b, -1, out.shape[0] * size, out.shape[-1])[:, :, :t]
     return out, _means(memory, sums_k.mT, sums_v, total, end), log_in_unit(end, top)
