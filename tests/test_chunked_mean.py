@@ -46,8 +46,7 @@ def test_outputs_state_and_gradients_are_those_of_the_loop(layout, padded):
     inputs = tokens(layout)
     with torch.no_grad():
         _, (memory, log_total) = mlp_attention(*tokens(layout, t=3), backend="reference")
-    memory = memory._replace(k=memory.k.requires_grad_(), v=memory.v.requires_grad_(), mass=memory.mass.requires_grad_())
-    wanted = [*(x.requires_grad_() for x in inputs), memory.k, memory.v, memory.mass, log_total.requires_grad_()]
+    wanted = [x.requires_grad_() for x in (*inputs, memory.k, memory.v, memory.mass, log_total)]
     b, t = inputs[0].shape[0], inputs[0].shape[2]
     padding = torch.arange(t) < torch.arange(b)[:, None] + 2 if padded else None
     found = []
@@ -58,6 +57,45 @@ def test_outputs_state_and_gradients_are_those_of_the_loop(layout, padded):
         found.append((*results, *torch.autograd.grad(loss, wanted)))
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) <= 1e-12
+
+
+# What is added to the logits of the first half and of the second, and in which units the sums are tried: the weights as
+# they are, the largest of each slot. Where neither serves, decays take their place.
+HEIGHTS = {
+    "ordinary": (0.0, 0.0, [None]),
+    "high and low": (500.0, -500.0, ["largest"]),
+    "low, then a little higher": (-500.0, -480.0, ["largest"]),
+    "in range at first": (20.0, 40.0, [None, "largest"]),
+    "on both sides of 1": (-20.0, 20.0, [None]),
+    "more than any unit serves": (-25.0, 40.0, [None]),
+    "more than any unit serves, and high": (50.0, 90.0, []),
+}
+
+
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_the_unit_is_looked_for_where_weights_are_not_ordinary(height, monkeypatch):
+    torch.manual_seed(5)
+    *inputs, logits = tokens("some chunks of some rows")
+    *heights, units = HEIGHTS[height]
+    half = logits.shape[2] // 2
+    logits = logits + torch.tensor(heights, dtype=logits.dtype).repeat_interleave(half + 1)[: logits.shape[2], None]
+    inputs = [x.requires_grad_() for x in (*inputs, logits)]
+    tried: list[str | None] = []
+    in_unit = MODULE._in_unit
+
+    def spy(*given):
+        tried.append(None if given[6] is None else "largest")
+        return in_unit(*given)
+
+    monkeypatch.setattr(MODULE, "_in_unit", spy)
+    found = []
+    for backend in ("torch", "reference"):
+        out, (memory, log_total) = mlp_attention(*inputs, backend=backend)
+        loss = out.sin().sum() + memory.k.sin().sum() + memory.v.sin().sum() + log_total.sin().sum()
+        found.append((out, memory.k, memory.v, memory.mass, log_total, *torch.autograd.grad(loss, inputs)))
+    assert tried == units
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) <= 1e-10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

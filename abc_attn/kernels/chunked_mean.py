@@ -32,9 +32,9 @@ from abc_attn.core import Memory, group_heads, has_values, query_scale, softmax_
 from abc_attn.kernels.chunked import cut
 from abc_attn.normaliser import log_in_unit, unit
 
-# A slot's total may grow by this many nats in a call and still be written in one unit: its gradient takes the square of
-# the total's inverse, and exp(60) leaves fp32 room.
-GROWTH = 30.0
+# A slot's total may be this many nats from its unit, to either side: its gradient takes the square of the total's
+# inverse, and exp(60) leaves fp32 room.
+RANGE = 30.0
 
 CHUNK = 64  # tokens
 
@@ -55,35 +55,55 @@ def chunked_mean(
     scale: float | None,
     dropout: float,
 ) -> tuple[Tensor, Memory, Tensor] | None:
-    """Causal attention over running means: what native_mean gives. None where some slot's total grows too much."""
+    """Causal attention over running means: what native_mean gives. None where a slot's total grows too much."""
     if not has_values(log_weights):
         return None
-    top = unit(log_weights, log_total)
     with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
         opening = torch.maximum(log_weights[:, :, 0], log_total)
         always_open = bool((opening != -torch.inf).all())
         if not always_open:
             first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
             opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
-        if bool(((opening < top - GROWTH) & (opening != -torch.inf)).any()):
-            return None
+        never = opening == -torch.inf
+    how = _How(query_scale(q, scale), always_open, mask_empty, dropout)
+    given = (q, k, v, log_weights, memory, log_total)
+    if bool(((opening.abs() <= RANGE) | never).all()):
+        found = _in_unit(*given, None, how)  # no unit has to be looked for where weights are ordinary
+        if bool((found[2] <= RANGE).all()):
+            return found
+    top = unit(log_weights, log_total)
+    if bool(((opening < top - RANGE) & ~never).any()):
+        return None
+    return _in_unit(*given, top, how)
 
+
+def _in_unit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory,
+    log_total: Tensor,
+    top: Tensor | None,
+    how: _How,
+) -> tuple[Tensor, Memory, Tensor]:
+    """... with the weights of each slot measured in exp(top), b h n, or as they are."""
     b, h, t, n = log_weights.shape
     size = min(CHUNK, 1 << (t - 1).bit_length())
-    total = (log_total - top).exp()
+    total = (log_total if top is None else log_total - top).exp()
     sums_k, sums_v = (x.to(v.dtype) * total[..., None].to(v.dtype) for x in (memory.k, memory.v))
     q = cut(group_heads(q, h).to(v.dtype), size)
     k, v, log_weights = (cut(x[:, :, None], size, fill) for x, fill in ((k, 0.0), (v, 0.0), (log_weights, -torch.inf)))
-    noise = F.dropout(q.new_ones(*q.shape[:-1], n), dropout) if dropout else None
+    noise = F.dropout(q.new_ones(*q.shape[:-1], n), how.dropout) if how.dropout else None
     tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
-    state = [x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
+    state = [None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
-    how = _How(query_scale(q, scale), always_open, mask_empty, saves)
     run = _Mean.apply if saves else _Mean.forward  # of little text, autograd's bookkeeping would be the most
-    out, *last = run(*tokens, *state, how)[:4]
+    out, *last = run(*tokens, *state, how._replace(saves=saves))[:4]
     sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
     out = out.permute(1, 2, 0, 3, 4).reshape(b, -1, out.shape[0] * size, out.shape[-1])[:, :, :t]
-    return out, _means(memory, sums_k.mT, sums_v, total, end), log_in_unit(end, top)
+    after = log_in_unit(end, torch.zeros_like(log_total) if top is None else top)
+    return out, _means(memory, sums_k.mT, sums_v, total, end), after
 
 
 def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
@@ -109,7 +129,8 @@ class _How(NamedTuple):
     scale: float
     always_open: bool  # no slot is empty at any token
     mask_empty: bool
-    saves: bool  # there will be a backward pass
+    dropout: float
+    saves: bool = False  # there will be a backward pass
 
 
 class _Text(NamedTuple):
@@ -123,7 +144,7 @@ class _Text(NamedTuple):
     sums_k: Tensor  # r d n
     sums_v: Tensor  # r n e
     total: Tensor  # r n, in fp64
-    top: Tensor  # r n
+    top: Tensor | None  # r n: the weights are measured in exp(top)
     how: _How
 
 
@@ -234,7 +255,11 @@ class _Found(NamedTuple):
 def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) -> tuple[_Found, Tensor]:
     """... from the sums before the part; and the total after it."""
     how, log_weights = text.how, part.of(text.log_weights)
-    weights = torch.sub(log_weights, text.top[part.rows, None, None], out=room.like("weights", log_weights)).exp_()
+    weights = room.like("weights", log_weights)
+    if text.top is None:
+        weights = torch.exp(log_weights, out=weights)
+    else:
+        weights = torch.sub(log_weights, text.top[part.rows, None, None], out=weights).exp_()
     weights = weights.reshape(-1, *weights.shape[3:])
     running = torch.cumsum(weights, 1, out=room.like("running", weights))
     before, after = _totals(total, running[:, -1], room)
@@ -310,10 +335,10 @@ def _sums(
 
     In reverse S after each chunk and before the first, from that after the last: what later queries ask of it.
     """
-    rows = len(first)
-    if len(a) == rows:
+    rows, chunks = first.shape[0], a.shape[0]
+    if chunks == rows:
         return first, None
-    steps = room.array("steps", first, rows + len(a), *first.shape[1:])
+    steps = room.array("steps", first, rows + chunks, *first.shape[1:])
     if steps is None:
         steps = _in_order(first, torch.bmm(a.mT, b), reverse)
     else:
@@ -327,8 +352,8 @@ def _sums(
 
 def _totals(first: Tensor, added: Tensor, room: _Room, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """As _sums, of what the chunks add, `(s r) n`. The last is in fp64 as the first is, so that no rounding adds up."""
-    rows, now = len(first), first.to(added.dtype)
-    if len(added) == rows:
+    rows, now = first.shape[0], first.to(added.dtype)
+    if added.shape[0] == rows:
         return now, first + added
     steps = _in_order(now, added, reverse).view(-1, now.numel())
     sums = (room.triangle(steps, reverse) @ steps).view(-1, now.shape[1])
@@ -360,7 +385,8 @@ class _Part(NamedTuple):
         if mine.shape[0] == mine.shape[2] == 1:
             return mine[0, :, 0]
         out = room.like(name, mine)
-        return (mine.contiguous() if out is None else out.copy_(mine)).flatten(2, 3).flatten(0, 1)
+        mine = mine.contiguous() if out is None else out.copy_(mine)
+        return mine.view(mine.shape[0] * mine.shape[1], -1, mine.shape[4])
 
     def put(self, found: Tensor, into: Tensor) -> None:
         place = self.of(into)
@@ -402,7 +428,7 @@ class _Room:
 
     def triangle(self, steps: Tensor, reverse: bool) -> Tensor:
         """Which steps, a row each, are summed into which of as many sums: those up to it, or in reverse from it on."""
-        key = (len(steps), steps.dtype, reverse)
+        key = (steps.shape[0], steps.dtype, reverse)
         if key not in self._triangles:
             ones = steps.new_ones(len(steps), len(steps))
             self._triangles[key] = ones.triu() if reverse else ones.tril()
