@@ -227,9 +227,18 @@ def test_repetitions_are_interleaved():
     assert rate > 0
     assert [len(taken.seconds) for taken in times.values()] == [3, 3, 3]
     assert order[:3] == ["sdpa", "eager", "torch"]  # untimed
-    rounds = [order[i : i + 3] for i in (3, 6, 9)]
+    warm, timed = order[3::2], order[4::2]
+    assert warm == timed  # each finds the caches as it left them itself
+    rounds = [timed[i : i + 3] for i in (0, 3, 6)]
     assert [sorted(each) for each in rounds] == [sorted(order[:3])] * 3
     assert len(set(map(tuple, rounds))) > 1  # none always comes after the same other
+
+
+def test_a_long_call_is_not_made_for_the_caches_alone(monkeypatch):
+    monkeypatch.setattr("abc_attn.bench.measure.WARM", 0.02)
+    calls = []
+    interleave({Work("sdpa", 1, 1, 1, 1): lambda: calls.append(time.sleep(0.03))}, 3, lambda work: None)
+    assert len(calls) == 1 + 3
 
 
 def test_quartiles():

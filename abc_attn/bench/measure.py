@@ -33,6 +33,7 @@ BUDGET = 3.0  # seconds of one contender, after which it needs no more repetitio
 LEAST = 3  # repetitions of ours, however long they take
 LEAST_BASELINE = 2  # those of a baseline: one call may take half a minute
 REPETITION = 0.02  # seconds: calls quicker than this are timed several at a time
+WARM = 0.5  # seconds: calls quicker than this are made once, untimed, before each repetition
 SGEMM_SIZE = 2048  # large enough for the full rate
 BASELINES = ("sdpa", "eager")
 
@@ -212,26 +213,30 @@ def interleave(
 
     Returns their times and, measured among them, the flops a second of a product of two large matrices. A contender
     leaves after `repetitions`, or earlier once it has had its least and `budget` seconds; `report` is told. Each is
-    called once or twice before, untimed, unless one call takes longer than BUDGET.
+    called once or twice before, untimed, unless one call takes longer than BUDGET; and once more before each
+    repetition, unless that takes long: of several calls in a row all but the first find their inputs in the caches,
+    and so a single one would be at a disadvantage.
     """
     a, b, product = (torch.rand(SGEMM_SIZE, SGEMM_SIZE) for _ in range(3))
     contenders: dict[Work | None, Callable[[], object]] = dict(
         [*runs.items(), (None, lambda: torch.mm(a, b, out=product))]
     )
     taken: dict[Work | None, list[float]] = {}
-    calls = {}
+    calls, warm = {}, {}
     for key, run in contenders.items():
         seconds = _timed(run, 1)
         taken[key] = [seconds] if seconds > BUDGET else []  # beside so long a call, what a first one costs is nothing
         if seconds < REPETITION:  # ... and here it is much
             seconds = _timed(run, 1)
-        calls[key] = max(1, min(100, int(REPETITION / seconds)))
+        calls[key], warm[key] = max(1, min(100, int(REPETITION / seconds))), seconds < WARM
     shuffle = random.Random(0).shuffle
     while contenders:
         gc.collect()
         order = list(contenders.items())
         shuffle(order)
         for key, run in order:
+            if warm[key]:
+                run()
             taken[key].append(_timed(run, calls[key]))
             least = LEAST if key is None or key.ours else LEAST_BASELINE
             spent, allowed = sum(taken[key]) * calls[key], BUDGET if key is None else budget
