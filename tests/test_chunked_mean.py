@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from contract import error
 from torch import Tensor
 
@@ -130,12 +131,24 @@ def test_gradients_have_gradients(layout):
     torch.manual_seed(4)
     inputs = [x.requires_grad_() for x in tokens(layout, t=20)]
     assert torch.autograd.gradgradcheck(read, inputs, fast_mode=True)
-    (expected,) = torch.autograd.grad(read(*inputs).sin().sum(), inputs[:1])
-    assert error(torch.func.grad(lambda q: read(q, *inputs[1:]).sin().sum())(inputs[0]), expected) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in jacfwd
+def test_transforms_of_functions():
+    def read(*inputs):
+        return mlp_attention(*inputs, backend="torch")[0]
+
+    torch.manual_seed(8)
+    inputs = tokens("grouped queries, some chunks", t=20)
+    expected = torch.autograd.functional.jacobian(read, tuple(inputs))
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        found = transform(read, argnums=(0, 1, 2, 3))(*inputs)
+        assert all(error(a, b) <= 1e-12 for a, b in zip(found, expected, strict=True))
 
 
 def test_what_training_keeps():
-    """Its inputs, and the sums before each part of the text; autograd would keep ten arrays as large as the logits."""
+    """Its inputs (copies of them, where they are filled up to whole chunks), and the sums before each part of the text;
+    autograd would keep ten arrays as large as the logits."""
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -150,3 +163,67 @@ def test_what_training_keeps():
     parts = -(-t // (8 * 3))  # three chunks of both rows at a time
     assert given < sum(kept.values()) <= given + (parts + 4) * b * h * (2 * n * d + 2 * n) * 4
     out.sum().backward()
+
+
+# What a gradient of one's own has to mind, and autograd does by itself
+
+
+def test_checkpointing():
+    torch.manual_seed(6)
+    inputs = [x.requires_grad_() for x in tokens("some chunks of some rows")]
+    found = []
+    for run in (lambda f: f(*inputs), lambda f: torch.utils.checkpoint.checkpoint(f, *inputs, use_reentrant=False)):
+        out = run(lambda *given: mlp_attention(*given, backend="torch")[0])
+        found.append(torch.autograd.grad(out.sin().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_pass_under_autocast_is_as_exact():
+    torch.manual_seed(7)
+    inputs = [x.float().requires_grad_() for x in tokens("some chunks of some rows")]
+    found = []
+    for enabled in (False, True):
+        out, _ = mlp_attention(*inputs, backend="torch")
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 0, 3), (2, 2, 0, 3), (2, 2, 3, 0)], ids=["no rows", "no keys", "no values"])
+def test_nothing_to_read(sizes):
+    b, h, d, e = sizes
+    inputs = [torch.randn(b, h, 50, width, requires_grad=True) for width in (d, d, e, 4)]
+    found = []
+    for backend in ("torch", "reference"):
+        out, _ = mlp_attention(*inputs, scale=1.0, backend=backend)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), inputs)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_output_may_be_changed_in_place():
+    inputs = [x.requires_grad_() for x in tokens("some chunks of some rows")]
+    out, _ = mlp_attention(*inputs, backend="torch")
+    (expected,) = torch.autograd.grad(2 * out.sum(), inputs[:1], retain_graph=True)
+    out *= 2
+    assert torch.equal(torch.autograd.grad(out.sum(), inputs[:1])[0], expected)
+
+
+def test_only_what_depends_on_a_gradient_asks_for_one():
+    """A state that is carried on would otherwise keep the graph of all its text."""
+    for part, expected in enumerate(((), ("k",), ("v",), ("k", "v", "mass", "log_total"))):
+        inputs = tokens("some chunks of some rows")
+        inputs[part].requires_grad_()
+        out, (memory, log_total) = mlp_attention(*inputs, backend="torch")
+        state = {**memory._asdict(), "log_total": log_total}
+        assert out.requires_grad
+        assert tuple(name for name, x in state.items() if x.requires_grad) == expected
+
+
+def test_what_is_not_finite_reaches_no_earlier_chunk():
+    for part in range(3):
+        inputs = tokens("some chunks of one row")
+        inputs[part][:, :, 50] = torch.nan
+        out, _ = mlp_attention(*inputs, backend="torch")
+        assert bool(out[:, :, :48].isfinite().all())
+        assert bool(out[:, :, 50].isnan().all())

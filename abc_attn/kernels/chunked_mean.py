@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Memory, group_heads, has_values, query_scale, softmax_weights
+from abc_attn.core import Memory, full_precision, group_heads, has_values, query_scale, softmax_weights
 from abc_attn.kernels.chunked import cut
 from abc_attn.normaliser import log_in_unit, unit
 
-# A slot's total may be this many nats from its unit, to either side: its gradient takes the square of the total's
-# inverse, and exp(60) leaves fp32 room.
+# A slot's total may be this many nats from its unit, to either side: the inverse of a total meets weights that may be
+# as large as a later one, and exp(60) leaves fp32 room.
 RANGE = 30.0
 
 CHUNK = 64  # tokens
@@ -98,10 +98,13 @@ def _in_unit(
     tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
     state = [None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
-    run = _Mean.apply if saves else _Mean.forward  # of little text, autograd's bookkeeping would be the most
+    if torch._C._are_functorch_transforms_active():  # whose rules plain operations have, and our own gradient has not
+        run = _Mean.transformed
+    else:
+        run = _Mean.apply if saves else _Mean.forward  # of little text, autograd's bookkeeping would be the most
     out, *last = run(*tokens, *state, how._replace(saves=saves))[:4]
     sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
-    out = out.permute(1, 2, 0, 3, 4).reshape(b, -1, out.shape[0] * size, out.shape[-1])[:, :, :t]
+    out = out.flatten(2, 3).unflatten(0, (b, h)).flatten(1, 2)[:, :, :t]
     after = log_in_unit(end, torch.zeros_like(log_total) if top is None else top)
     return out, _means(memory, sums_k.mT, sums_v, total, end), after
 
@@ -149,46 +152,47 @@ class _Text(NamedTuple):
 
 
 class _Mean(torch.autograd.Function):
-    """Of a text, what is read and the last sums_k, sums_v and total; and those before each part, without gradients."""
+    """Of a text, what is read, `r g m c e`, and the last sums_k, sums_v and total; and those before each part, without
+    gradients."""
 
     @staticmethod
     def forward(*text: Any) -> tuple[Tensor, ...]:
         return _forward(_Text(*text), _Room())
 
     @staticmethod
+    def transformed(*text: Any) -> tuple[Tensor, ...]:
+        return _forward(_Text(*text), _Room(reuse=False))
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.how = inputs
         ctx.save_for_backward(*tensors, *output[4:])
-        ctx.mark_non_differentiable(*output[4:])
+        _, k, v, log_weights, _, *first, _, _ = ctx.needs_input_grad
+        of_state = zip((k, v, False), first, output[1:4], strict=True)  # none of it depends on q, nor keys on values
+        ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, starts = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
-        text = _Text._make((*inputs, ctx.how))
-        if not torch.is_grad_enabled():
-            return _backward(text, starts, *d_output[:4])
-        # The gradient is to have one itself, which is left to autograd.
-        outputs = _forward(text, _Room(reuse=False))[:4]
-        given = [(x, d) for x, d in zip(outputs, d_output, strict=False) if x.requires_grad]
-        needed = [x is not None and x.requires_grad for x in inputs]
-        outputs, d_outputs = zip(*given, strict=True)
-        found = iter(torch.autograd.grad(outputs, [*compress(inputs, needed)], d_outputs, create_graph=True))
-        return *(next(found) if need else None for need in needed), None
+        saved = ctx.saved_tensors  # asked for once: under checkpointing a second time would be refused
+        text = _Text._make((*saved[:9], ctx.how))
+        again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:9])
+        with full_precision(text.v):  # a backward pass may be called under autocast
+            return _gradient_of(text, *d_output[:4]) if again else _backward(text, saved[9:], *d_output)
 
 
 def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
     m, rows, groups, size, _ = text.q.shape
-    out = text.v.new_empty(rows, groups, m, size, text.v.shape[4]).permute(2, 0, 1, 3, 4)  # in order of the tokens
+    out = text.v.new_empty(rows, groups, m, size, text.v.shape[4])  # in order of the tokens, as the caller wants it
     last = [torch.empty_like(x) for x in (text.sums_k, text.sums_v, text.total)]
     starts = []
     for part in _parts(m, rows, out.device):
         if part.chunks.start == 0:
             now_k, now_v, now = (_own(x[part.rows]) for x in (text.sums_k, text.sums_v, text.total))
         if text.how.saves:
-            starts += [now_k.clone(), now_v.clone(), now]
+            starts += [now_k.clone(), now_v.clone(), now.clone()]
         x, now = _find(part, text, now_k, now, room)
         values = _meet("v", x.u, x.weights, part.take("v", text.v, room), now_v, room)
-        part.put(values.read("out", room), out)
+        part.put(values.read("out", room), out.permute(2, 0, 1, 3, 4))
         now_k, now_v = x.keys.after(room), values.after(room)
         if part.chunks.stop >= m:
             for end, found in zip(last, (now_k, now_v, now), strict=True):
@@ -196,7 +200,18 @@ def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
     return out, *last, *starts
 
 
-def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Tensor) -> tuple[Tensor | None, ...]:
+def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
+    """A gradient that can be differentiated itself, which is left to autograd."""
+    outputs = _forward(text, _Room(reuse=False))[:4]
+    given = [(x, d) for x, d in zip(outputs, d_output, strict=True) if x.requires_grad]
+    needed = {i: x for i, x in enumerate(text) if isinstance(x, Tensor) and x.requires_grad}
+    outputs, d_output = zip(*given, strict=True)
+    found = torch.autograd.grad(outputs, [*needed.values()], d_output, create_graph=True)
+    return tuple(dict(zip(needed, found, strict=True)).get(i) for i in range(len(text)))
+
+
+def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    d_out, d_last = d_out.permute(2, 0, 1, 3, 4), d_outputs[:3]
     m, rows, groups, size, _ = text.q.shape
     d_q, d_k, d_v, d_log_weights = (torch.empty_like(x) for x in text[:4])
     d_first = [torch.empty_like(x) for x in d_last]
@@ -231,7 +246,7 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
         # A is the running sum of the weights, and these are exponentials.
         d_log_total = d_log_total if groups == 1 else d_log_total.sum(1, keepdim=True)
         d_total = d_log_total.div_(x.running).neg_()[:, 0]
-        behind, d_now = _totals(d_now, d_total.sum(1), room, reverse=True)
+        behind, d_now = _totals(d_now, d_total.sum(1), reverse=True)
         d_weights.add_(d_weights_k).add_(behind[:, None])
         d_weights.baddbmm_(upper.expand(len(d_total), -1, -1), d_total).mul_(x.weights)
         part.put(d_weights, d_log_weights)
@@ -262,7 +277,7 @@ def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) 
         weights = torch.sub(log_weights, text.top[part.rows, None, None], out=weights).exp_()
     weights = weights.reshape(-1, *weights.shape[3:])
     running = torch.cumsum(weights, 1, out=room.like("running", weights))
-    before, after = _totals(total, running[:, -1], room)
+    before, after = _totals(total, running[:, -1])
     running += before[:, None]
     seen = None
     if not how.always_open:
@@ -277,7 +292,7 @@ def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) 
         p = torch.softmax(scores, -1, out=room.like("p", scores))
     else:
         p = softmax_weights(scores, seen, 0.0)
-    u = torch.div(p, running, out=room.like("u", p) if how.saves else p)
+    u = torch.div(p, running, out=room.like("u", p) if how.saves or not room.reuse else p)
     if text.noise is not None:
         u = u.mul_(part.take("noise", text.noise, room).view_as(u))
     return _Found(keys, weights, running, scores, p, u.flatten(1, 2)), after
@@ -338,30 +353,29 @@ def _sums(
     rows, chunks = first.shape[0], a.shape[0]
     if chunks == rows:
         return first, None
-    steps = room.array("steps", first, rows + chunks, *first.shape[1:])
-    if steps is None:
-        steps = _in_order(first, torch.bmm(a.mT, b), reverse)
-    else:
-        torch.bmm(a.mT, b, out=steps[:-rows] if reverse else steps[rows:])
-        (steps[-rows:] if reverse else steps[:rows]).copy_(first)
-    steps = steps.view(-1, first.numel())
-    sums = torch.mm(room.triangle(steps, reverse), steps, out=room.like(f"sums of {name}", steps))
-    sums = sums.view(-1, *first.shape[1:])
+    step = -1 if reverse else 1
+    added = room.product("added", a.mT, b).view(chunks // rows, *first.shape).unbind()[::step]
+    sums = room.array(f"sums of {name}", first, rows + chunks, *first.shape[1:])
+    if sums is None:
+        sums = torch.cat([*accumulate(added, initial=first)][::step])
+    else:  # one by one: a triangle of ones would multiply by zero, and what is not finite would reach earlier chunks
+        places = sums.view(chunks // rows + 1, *first.shape).unbind()[::step]
+        places[0].copy_(first)
+        for place, new, following in zip(places, added, places[1:], strict=False):
+            torch.add(place, new, out=following)
     return (sums[rows:], sums[:rows]) if reverse else (sums[:-rows], sums[-rows:])
 
 
-def _totals(first: Tensor, added: Tensor, room: _Room, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """As _sums, of what the chunks add, `(s r) n`. The last is in fp64 as the first is, so that no rounding adds up."""
-    rows, now = first.shape[0], first.to(added.dtype)
+def _totals(first: Tensor, added: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """As _sums, of what the chunks add, `(s r) n`, but always with the last, in fp64 as the first is."""
+    rows, n = first.shape
     if added.shape[0] == rows:
-        return now, first + added
-    steps = _in_order(now, added, reverse).view(-1, now.numel())
-    sums = (room.triangle(steps, reverse) @ steps).view(-1, now.shape[1])
-    return sums[rows:] if reverse else sums[:-rows], first + added.unflatten(0, (-1, rows)).sum(0)
-
-
-def _in_order(first: Tensor, added: Tensor, reverse: bool) -> Tensor:
-    return torch.cat((added, first) if reverse else (first, added))
+        return first.to(added.dtype), first + added
+    each = added.reshape(-1, rows, n)
+    steps = torch.cat((first[None], each.flip(0) if reverse else each))
+    sums = steps.cumsum(0)
+    before = sums[:-1].flip(0) if reverse else sums[:-1]
+    return before.reshape(added.shape).to(added.dtype), sums[-1]
 
 
 def _own(x: Tensor) -> Tensor:
@@ -386,7 +400,8 @@ class _Part(NamedTuple):
             return mine[0, :, 0]
         out = room.like(name, mine)
         mine = mine.contiguous() if out is None else out.copy_(mine)
-        return mine.view(mine.shape[0] * mine.shape[1], -1, mine.shape[4])
+        s, rows, groups, size, width = mine.shape
+        return mine.view(s * rows, groups * size, width)
 
     def put(self, found: Tensor, into: Tensor) -> None:
         place = self.of(into)
@@ -395,7 +410,7 @@ class _Part(NamedTuple):
 
 def _parts(chunks: int, rows: int, device: torch.device) -> list[_Part]:
     at_a_time = AT_A_TIME if device.type == "cpu" else AT_A_TIME_ELSEWHERE
-    several = math.ceil(rows / math.ceil(rows / at_a_time))
+    several = math.ceil(rows / max(1, math.ceil(rows / at_a_time))) or 1  # a batch may be empty
     many = max(1, at_a_time // several)
     return [
         _Part(slice(first, first + many), slice(row, row + several))
@@ -409,13 +424,12 @@ class _Room:
 
     def __init__(self, reuse: bool = True) -> None:
         self.reuse = reuse
-        self._arrays: dict[tuple[str | int, ...], Tensor] = {}
-        self._triangles: dict[tuple[int, torch.dtype, bool], Tensor] = {}
+        self._arrays: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
 
     def array(self, name: str, like: Tensor, *shape: int) -> Tensor | None:
         if not self.reuse:
             return None
-        key: tuple[str | int, ...] = (name, *shape)
+        key = (name, like.dtype, shape)
         if key not in self._arrays:
             self._arrays[key] = like.new_empty(shape)
         return self._arrays[key]
@@ -425,11 +439,3 @@ class _Room:
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b, out=self.array(name, a, a.shape[0], a.shape[1], b.shape[2]))
-
-    def triangle(self, steps: Tensor, reverse: bool) -> Tensor:
-        """Which steps, a row each, are summed into which of as many sums: those up to it, or in reverse from it on."""
-        key = (steps.shape[0], steps.dtype, reverse)
-        if key not in self._triangles:
-            ones = steps.new_ones(len(steps), len(steps))
-            self._triangles[key] = ones.triu() if reverse else ones.tril()
-        return self._triangles[key]
