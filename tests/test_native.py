@@ -12,7 +12,7 @@ import torch
 from contract import error, gradient_error
 
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
-from abc_attn.kernels.native import LIBRARY, _forward, _parts, native_rotate
+from abc_attn.kernels.native import LIBRARY, _forward, _parts, native_mean_step, native_rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -135,6 +135,55 @@ def test_one_token_is_rotated_as_torch_would(d):
     for unfit in (cos[:1], cos.double(), cos[..., :-1]):
         assert native_rotate(x, unfit, sin) is None
     assert native_rotate(x.requires_grad_(), cos, sin) is None  # it has no gradient
+
+
+@pytest.mark.parametrize("sizes", [{}, {"g": 3}, {"b": 1, "h": 1, "n": 1}], ids=str)
+@torch.no_grad()
+def test_a_step_is_that_of_the_loop(sizes):
+    tensors = inputs(**sizes)
+    _, state = mlp_attention(*(x[:, :, :60] for x in tensors), backend="reference")
+    exact = state
+    for t in range(60, 70):
+        token = [x[:, :, t : t + 1].contiguous() for x in tensors]
+        before = [x.clone() for x in (*state[0], state[1])]
+        out, memory, log_total = native_mean_step(*token, *state, mask_empty=False, scale=None)
+        assert all(torch.equal(a, b) for a, b in zip((*state[0], state[1]), before, strict=True))  # as it was given
+        state = memory, log_total
+        expected, exact = mlp_attention(*token, exact, backend="reference")
+        assert error(out, expected) <= 1e-5
+    for ours, theirs in zip((*state[0], state[1]), (*exact[0], exact[1]), strict=True):
+        assert error(ours.double(), theirs.double()) <= 1e-5
+
+
+def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
+    q, k, v, logits = (x[:, :, :1].contiguous() for x in inputs(g=2))
+    _, (memory, log_total) = mlp_attention(q, k, v, logits)
+    ordinary = {"q": q, "k": k, "v": v, "log_weights": logits, "memory": memory, "log_total": log_total}
+
+    def step(**changed):
+        return native_mean_step(**(ordinary | changed), mask_empty=False, scale=None)
+
+    assert step() is not None
+    two = [x.expand(-1, -1, 2, -1).contiguous() for x in (q, k, v, logits)]
+    odd = [
+        {"memory": None, "log_total": None},
+        {"memory": tuple(memory)},
+        {"memory": memory._replace(k=memory.k[:, :, 1:].contiguous())},
+        {"memory": memory._replace(mass=memory.mass.double())},
+        {"memory": memory._replace(used=memory.used.byte())},
+        {"log_total": log_total.float()},
+        {"log_total": log_total[:1]},
+        {"q": q.bfloat16()},
+        {"q": q[:, :3].contiguous()},
+        {"q": q[0]},
+        {"q": None},
+        {"k": k.to("meta")},
+        {"v": torch.cat([v, v], -1)[..., ::2]},  # fits, but for its strides
+        {"log_weights": logits.clone().requires_grad_()},
+        dict(zip(("q", "k", "v", "log_weights"), two, strict=True)),
+    ]
+    for changed in odd:
+        assert step(**changed) is None, changed.keys()
 
 
 def test_strides_do_not_matter():

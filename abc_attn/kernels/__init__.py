@@ -22,7 +22,7 @@ from abc_attn.core import (
 )
 from abc_attn.kernels.chunked import chunked
 from abc_attn.kernels.chunked_mean import chunked_mean, write_mean
-from abc_attn.kernels.native import LIBRARY, applies, native, native_mean
+from abc_attn.kernels.native import LIBRARY, applies, native, native_mean, native_mean_step
 from abc_attn.normaliser import empty_total, running_mean
 
 BACKENDS = ("auto", "reference", "torch", "native")
@@ -128,6 +128,10 @@ def mean_attention(
 ) -> tuple[Tensor, Memory, Tensor]:
     """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
     check_backend(backend)
+    if causal and key_padding_mask is None and not dropout and backend in ("auto", "native"):
+        step = native_mean_step(q, k, v, log_weights, memory, log_total, mask_empty=mask_empty, scale=scale)
+        if step is not None:
+            return step
     check_keys(k, v, Write(log_weights), memory, key_padding_mask)
     expected = (k.shape[0], k.shape[1], log_weights.shape[-1])
     log_weights = cast(log_weights.expand(*k.shape[:3], -1), memory_dtype(k))

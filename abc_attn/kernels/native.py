@@ -128,6 +128,49 @@ def native_mean(
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
 
 
+_STEP = (*[torch.float32] * 7, torch.bool, torch.float64)  # q, k, v, log_weights, memory, log_total
+
+
+def native_mean_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory | None,
+    log_total: Tensor | None,
+    *,
+    mask_empty: bool,
+    scale: float | None,
+) -> tuple[Tensor, Memory, Tensor] | None:
+    """One token of native_mean after others: decoding is made of it, so as little as can be is done besides.
+
+    None for all that is out of the ordinary, which goes the general way and may be refused there.
+    """
+    if not _AVAILABLE or torch.compiler.is_compiling() or type(memory) is not Memory:
+        return None
+    given: tuple[Any, ...] = (q, k, v, log_weights, *memory, log_total)
+    if not all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in given):
+        return None
+    if tuple(x.dtype for x in given) != _STEP or not q.dim() == k.dim() == v.dim() == log_weights.dim() == 4:
+        return None
+    b, h, _, d = k.shape
+    heads, e, n = q.shape[1], v.shape[3], log_weights.shape[3]
+    if not b * h * d * e * n or heads % h:
+        return None
+    of_slots, of_token = (b, h, n), ((b, heads, 1, d), (b, h, 1, d), (b, h, 1, e), (b, h, 1, n))
+    if tuple(x.shape for x in given) != (*of_token, (*of_slots, d), (*of_slots, e), of_slots, of_slots, of_slots):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return None
+    after = [torch.empty_like(x) for x in given[4:]]
+    out = v.new_empty(b, heads, 1, e)
+    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, mask_empty, 1, 0, torch.get_num_threads())  # as _SIZES
+    pointers = [None if x is None else x.data_ptr() for x in (*given[:4], None, None, *given[4:], *after, out)]
+    _run_native(_Args(*sizes, query_scale(q, scale), 0.0, *pointers))
+    *after_memory, after_total = after
+    return out, Memory(*after_memory), after_total
+
+
 def native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """`x * cos + x.roll(d/2) * sin` of heads x `b h 1 d`, with cos and sin `b 1 1 d`.
 
@@ -446,5 +489,9 @@ def _call(args: Any, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
             setattr(args, name, x.data_ptr())
+    _run_native(args)
+
+
+def _run_native(args: Any) -> None:
     if _library().abc_run(ctypes.byref(args)):
         raise MemoryError("the native kernels could not allocate their scratch memory")
