@@ -174,10 +174,10 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: under checkpointing a second time would be refused
-        text = _Text._make((*saved[:9], ctx.how))
+        text, d_output = _Text._make((*saved[:9], ctx.how)), d_output[:4]
         again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:9])
         with full_precision(text.v):  # a backward pass may be called under autocast
-            return _gradient_of(text, *d_output[:4]) if again else _backward(text, saved[9:], *d_output)
+            return _gradient_of(text, *d_output) if again else _backward(text, saved[9:], *d_output)
 
 
 def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
@@ -210,8 +210,8 @@ def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(dict(zip(needed, found, strict=True)).get(i) for i in range(len(text)))
 
 
-def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
-    d_out, d_last = d_out.permute(2, 0, 1, 3, 4), d_outputs[:3]
+def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Tensor) -> tuple[Tensor | None, ...]:
+    d_out = d_out.permute(2, 0, 1, 3, 4)
     m, rows, groups, size, _ = text.q.shape
     d_q, d_k, d_v, d_log_weights = (torch.empty_like(x) for x in text[:4])
     d_first = [torch.empty_like(x) for x in d_last]
