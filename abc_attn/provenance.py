@@ -1,4 +1,4 @@
-"""Where figures come from: what is needed to get them again, and to judge them."""
+"""Where figures come from: what is needed to measure them again and to judge them."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def cpu() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def backends() -> list[tuple[str, bool, str]]:
+    """Name, whether it can be used here, and what it is or why it cannot; in the order in which "auto" tries them."""
+    from abc_attn import kernels  # brings torch
+
+    if hasattr(kernels, "describe_backends"):
+        return kernels.describe_backends()
+    name, text = kernels.describe_backend()
+    return [(name, True, text), ("torch", True, "chunked matrix products")][: 2 if name == "native" else 1]

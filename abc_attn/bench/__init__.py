@@ -18,10 +18,10 @@ from abc_attn.bench.measure import (
     METHODS,
     Work,
     available_bytes,
+    check,
     check_fits,
     does_not_fit,
     error,
-    gate,
     give_back_memory,
     interleave,
     keep_freed_memory,
@@ -29,10 +29,10 @@ from abc_attn.bench.measure import (
     runner,
 )
 from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
-from abc_attn.demo import Progress
-from abc_attn.kernels import describe_backend
+from abc_attn.progress import Progress
+from abc_attn.provenance import backends
 
-GATE_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
+CHECKED_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
 LONGEST_CALL = 15.0  # seconds: `scaling` follows a baseline as far as one call is expected to take no longer
 PREFILL = 1024  # tokens at a time
 ALONE = 600  # repetitions of a step at every context, without the baselines (a minute): medians of 150 were good to 6 %
@@ -41,7 +41,7 @@ Outcome = tuple[list[Row], dict[str, float]]
 
 
 def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], None], skip: dict[Work, str]) -> list[Row]:
-    """The rows of works that are timed together: each through the gate, then its peak memory, then the times.
+    """The rows of works that are timed together: each is checked, then its peak memory measured, then the times.
 
     `skip` gives the reasons for which some are not measured. `report` is called three times for each work.
     """
@@ -53,11 +53,11 @@ def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], Non
         if not row.note:
             run = runner(work)
             if work.ours:
-                checked = replace(work, tokens=min(work.tokens, GATE_TOKENS))
-                row.passes(gate(checked, run if checked == work else runner(checked)))
+                checked = replace(work, tokens=min(work.tokens, CHECKED_TOKENS))
+                row.passes(check(checked, run if checked == work else runner(checked)))
             if not row.note:
                 runs[work] = run
-        report(f"gate of {_name(row)}")
+        report(f"check of {_name(row)}")
     for work, row in rows.items():
         if work in runs:
             row.peak_bytes = peak_memory(work)
@@ -78,8 +78,8 @@ def _name(row: Row) -> str:
 
 
 def _backends() -> list[str]:
-    """Ours, the fastest first: without compiled kernels "native" would be the torch backend under another name."""
-    return ["native", "torch"] if describe_backend()[0] == "native" else ["torch"]
+    """Ours, the fastest first, without the reference, which is a loop over tokens."""
+    return [name for name, available, _ in backends() if available and name != "reference"]
 
 
 def op(tokens: list[int], slots: list[int], width: int, heads: int, repetitions: int) -> Outcome:
@@ -186,7 +186,7 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
                     rows[work].state_bytes = needed
             if mlp not in runs:
                 progress(f"time of {_name(rows[mlp])}")
-            progress(f"gate and cache of {context:,} tokens")
+            progress(f"check and cache of {context:,} tokens")
         times, sgemm = interleave(runs, repetitions, lambda work: progress(f"time of {_name(rows[work])}"))
         # Once more by themselves: among baselines of half a second, few repetitions are had and they lie far apart.
         ours = {work: run for work, run in runs.items() if work.ours}
@@ -271,7 +271,7 @@ BENCHMARKS: dict[str, Callable[..., Outcome]] = {
 
 
 def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
-    """Run one benchmark with its options, print the table, write files into `output`; False if a gate failed."""
+    """Run one benchmark with its options, print the table, write files into `output`; False if a check failed."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # said now, not after minutes of measuring
     keep_freed_memory()
@@ -289,5 +289,5 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
         if len(written) < 3:
             print("no plot: matplotlib is not installed (pip install 'abc-attn[bench]')")
     if report.failed:
-        print("\nno figure is given for the rows whose gate failed")
+        print("\nno figures for the rows whose check failed")
     return not report.failed

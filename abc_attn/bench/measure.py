@@ -1,4 +1,4 @@
-"""What is measured and how: the methods, the gate before every figure, interleaved times, peak memory.
+"""What is measured and how: the methods, the check before every figure, interleaved times, peak memory.
 
 Axes: b batch, h heads, t tokens, n slots, d width of keys and values.
 """
@@ -132,10 +132,10 @@ def runner(work: Work) -> Callable[[], tuple[Tensor, ...]]:
     return run
 
 
-# The gate.
+# The check before any figure.
 
 
-def gate(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
+def check(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
     """The error of what `run` gives, against fp64: max|a - ref| / max|ref|, the largest over output and gradients.
 
     It is the very call that is timed. Causal: its last row and head, against the loop over t up to 512 tokens and the

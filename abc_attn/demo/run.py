@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import platform
 import re
-import shutil
 import signal
 import statistics
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -27,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from tqdm import tqdm
 
 from abc_attn import BoundedAttention, State, make_control, provenance
-from abc_attn.demo_report import Result, note_text, page, table, table_text
+from abc_attn.demo.report import Result, note_text, page, table, table_text
 from abc_attn.files import whole_file
+from abc_attn.progress import Progress
 
 SPECS = ("softmax", "mlp", "window:16+mlp:16", "linformer", "random")  # softmax first: the others are compared with it
 
@@ -382,33 +380,6 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, seed: int) -> Ten
 
 
 # The whole.
-
-
-class Progress:
-    """A bar on a terminal; elsewhere a plain line every ten seconds."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.count = label, total, 0
-        self.started = self.printed = time.monotonic()
-        columns, lines = shutil.get_terminal_size()  # unlike tqdm, this knows of terminals that tell no size
-        self.bar = tqdm(total=total, desc=label, ncols=min(columns, 100), nrows=lines, disable=not sys.stderr.isatty())
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
-
-    def __call__(self, note: str) -> None:
-        """One step is done."""
-        self.count += 1
-        self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update()
-        now = time.monotonic()
-        if self.bar.disable and (now - self.printed > 10 or self.count == self.total):
-            self.printed = now
-            seconds = f"{now - self.started:.0f} s"
-            print(f"{self.label}: {self.count}/{self.total}, {note}, {seconds}", file=sys.stderr, flush=True)
 
 
 def facts_of(settings: Settings, output: Path) -> dict[str, str]:

@@ -18,12 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from abc_attn.hf.cache import BoundedCache, load_state, save_state
-from abc_attn.hf.commands import load_model
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, BoundedModel
+from abc_attn.models.saved import load_model
 
 READ = 512  # tokens at a time
-GATED = 64  # tokens, at most, for which the bounded model is held to the original
+CHECKED = 64  # tokens, at most, over which the bounded model is compared with the original
 
 
 # The models.
@@ -186,7 +186,7 @@ def ready(
     return lambda: generation(model, method, batch, context, new_tokens, state)[0]()
 
 
-# The gate.
+# The checks before any figure.
 
 
 class Check(NamedTuple):
@@ -200,7 +200,7 @@ class Check(NamedTuple):
 def check_against_original(original: PreTrainedModel, bounded: BoundedModel) -> Check:
     """While the memory holds every token its logits are the original's: of half a text, then of tokens one by one."""
     controls: Any = bounded.controls
-    count = min(controls["self"].slots, GATED)
+    count = min(controls["self"].slots, CHECKED)
     text = _text(original, count)
     cache, found = BoundedCache(), []
     for piece in text.split([count // 2] + [1] * (count - count // 2), dim=1):
