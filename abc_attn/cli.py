@@ -157,7 +157,7 @@ def add_train(parser: Parser) -> None:
         help="changes to the recipe: the keys below, a field of the model's config, or one of transformers' "
         "TrainingArguments; an unknown key is an error that suggests close ones",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in output_dir")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in output_dir")
     add_import(parser)
 
 

@@ -23,7 +23,7 @@ def installed(distribution: str) -> str:
 
 
 def command(words: str, options: Mapping[str, Any]) -> str:
-    """The command line that gives the figures: `words` and every option that has a value, or several."""
+    """The command line that gives the figures: `words`, and every option that has one or more values."""
     line = ["abc-attn", *words.split()]
     for option, value in options.items():
         if value is not None:
@@ -36,9 +36,9 @@ def now() -> str:
 
 
 def commit() -> str | None:
-    """Of the clone this is, if it is one: an installed package may lie inside somebody else's repository.
+    """The commit of this clone; None for an installed package, which may lie inside somebody else's repository.
 
-    With "-dirty" if files differ from it, other than results: those of one run are no change to the next.
+    It ends in "-dirty" if files differ from the commit, results excepted: one run's results do not change the next.
     """
     source = Path(__file__).parents[1]
     if not (source / ".git").exists() or not shutil.which("git"):
@@ -51,7 +51,7 @@ def commit() -> str | None:
 
 
 def cpu() -> str:
-    """The processor by its name, where it can be found out."""
+    """The name of the processor, where the system tells it."""
     try:
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:

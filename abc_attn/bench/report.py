@@ -70,13 +70,13 @@ class Row:
 
     def passes(self, error: float) -> bool:
         """Whether a figure may be shown; if not, the note says so."""
-        self.gate_error = error if math.isfinite(error) else None  # JSON has no word for the others
+        self.gate_error = error if math.isfinite(error) else None  # JSON has no infinity or NaN
         if not error < TOLERANCE:  # a NaN fails too
             self.note = f"CHECK FAILED: error {error:.1e}, {TOLERANCE:.0e} is allowed"
         return not self.note
 
     def fill(self, times: Times, flops: int | None, sgemm: float) -> None:
-        """Enter what was measured: `sgemm` in flops a second."""
+        """Enter what was measured; `sgemm` in flops per second."""
         self.seconds, self.quartiles, self.repetitions = times.median, times.quartiles, len(times.seconds)
         self.sgemm_gflops = sgemm / 1e9
         if flops:
@@ -99,7 +99,7 @@ def compare_rows(rows: Sequence[Row], baselines: Sequence[str] = BASELINES) -> N
 
 @dataclass
 class Report:
-    """The rows of one benchmark, and what they say in a line or two."""
+    """The rows of one benchmark, and their summary."""
 
     name: str
     rows: list[Row]
@@ -127,7 +127,7 @@ def facts_of(name: str, options: dict[str, Any], output: Path | None) -> dict[st
         "date": provenance.now(),
         "cpu": provenance.cpu(),
         "threads": threads,
-        "backend": "; ".join(f"{name} {text}" for name, available, text in provenance.backends() if available),
+        "backend": next(f"{name} {text}" for name, available, text in provenance.backends() if available),
         "versions": {
             "abc-attn": provenance.installed("abc-attn"),
             "torch": torch.__version__,
@@ -300,7 +300,7 @@ def draw(report: Report, figure: Any) -> None:
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
     elif report.name == "generate":
-        _lines(left, report.rows, "tokens_per_second", "tokens a second")
+        _lines(left, report.rows, "tokens_per_second", "tokens per second")
         _lines(right, report.rows, "peak_bytes", "peak memory beyond the weights, bytes")
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
@@ -318,7 +318,7 @@ def _lines(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
     """One line for each method, over tokens, both axes logarithmic."""
     for number, label in enumerate(dict.fromkeys(row.label for row in rows)):
         points = [(row.tokens, getattr(row, field)) for row in rows if row.label == label and getattr(row, field)]
-        if points:  # beside colour the markers differ, so that the lines can be told apart without it
+        if points:  # markers differ as well as colours, so that the lines can be told apart without colour
             axes.plot(*zip(*points, strict=True), marker="osD^vPX*"[number % 8], label=label)
     axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
     ticks = sorted({row.tokens for row in rows})

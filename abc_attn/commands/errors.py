@@ -31,11 +31,11 @@ def explained(extra: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """For training: an interrupted run goes on from its last checkpoint."""
+    """For training: an interrupted run can continue from its last checkpoint."""
     try:
         yield
     except FloatingPointError as error:  # the loss is not finite; the message says what to try
         raise CommandError(error) from error
     except KeyboardInterrupt:
-        print("\nabc-attn: interrupted; a run goes on from its last checkpoint (train: --resume)", file=sys.stderr)
+        print("\nabc-attn: interrupted; a run continues from its last checkpoint (train: --resume)", file=sys.stderr)
         sys.exit(INTERRUPTED)
