@@ -38,8 +38,8 @@ def hugging_face() -> Iterator[None]:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Put bounded attention into a saved Hugging Face model (BERT, RoBERTa, GPT-2, Llama, Marian, BART), keep its
-    weights, and save the result, which loads with the Auto classes after `import abc_attn.hf`."""
+    """Put bounded attention into a saved Hugging Face model (Llama, GPT-2, BERT and others: docs/huggingface.md), keep
+    its weights, and save the result, which loads with the Auto classes after `import abc_attn.hf`."""
     source, target = arguments.source, arguments.target
     with explained():
         saved = paths.saved_model(source)
