@@ -28,8 +28,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Memory, full_precision, group_heads, has_values, query_scale, softmax_weights
+from abc_attn.core import (
+    Memory,
+    Reading,
+    full_precision,
+    group_heads,
+    has_values,
+    query_scale,
+    read_memory,
+    softmax_weights,
+)
 from abc_attn.kernels.chunked import cut
+from abc_attn.kernels.door import Declined
 from abc_attn.normaliser import log_in_unit, unit
 
 # A slot's total may be this many nats from its unit, to either side: the inverse of a total meets weights that may be
@@ -43,21 +53,24 @@ CHUNK = 64  # tokens
 AT_A_TIME, AT_A_TIME_ELSEWHERE = 64, 1024
 
 
-def chunked_mean(
+def mean(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_weights: Tensor,
     memory: Memory,
     log_total: Tensor,
-    *,
-    mask_empty: bool,
-    scale: float | None,
-    dropout: float,
-) -> tuple[Tensor, Memory, Tensor] | None:
-    """Causal attention over running means: what native_mean gives. None where a slot's total grows too much."""
+    reading: Reading,
+    causal: bool,
+) -> tuple[Tensor, Memory, Tensor] | Declined:
+    """Attention over weighted means: of the tokens so far, or of all of them."""
+    if not causal:
+        memory, log_total = write_mean(k, v, log_weights, memory, log_total)
+        return read_memory(q, memory, reading), memory, log_total
     if not has_values(log_weights):
-        return None
+        return Declined("the size of the weights must be known, which a traced graph does not tell")
+    if q.shape[2] == 1:
+        return Declined("of one token there is nothing to sum")
     with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
         opening = torch.maximum(log_weights[:, :, 0], log_total)
         always_open = bool((opening != -torch.inf).all())
@@ -65,7 +78,7 @@ def chunked_mean(
             first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
             opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
         never = opening == -torch.inf
-    how = _How(query_scale(q, scale), always_open, mask_empty, dropout)
+    how = _How(query_scale(q, reading.scale), always_open, reading.mask_empty, reading.dropout)
     given = (q, k, v, log_weights, memory, log_total)
     if bool(((opening.abs() <= RANGE) | never).all()):
         found = _in_unit(*given, None, how)  # no unit has to be looked for where weights are ordinary
@@ -73,7 +86,7 @@ def chunked_mean(
             return found
     top = unit(log_weights, log_total)
     if bool(((opening < top - RANGE) & ~never).any()):
-        return None
+        return Declined(f"a slot's total grows by more than exp({RANGE:.0f})")
     return _in_unit(*given, top, how)
 
 
