@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from abc_attn.checks import check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
 from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, memory_dtype
-from abc_attn.kernels import check_backend, mean_attention, read, scan, write
+from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, scan, write
 from abc_attn.kernels.banded import banded
 from abc_attn.kernels.door import Declined, refused
 from abc_attn.state import State
@@ -49,7 +48,7 @@ class MemoryAttention(nn.Module):
         self._described = self.control.describe()
         self._inner_shapes = self.control.inner_shapes()
         self._rows = None if self.control.grows else self.control.rows
-        band = self.control.band() if self.causal and self.backend != "reference" else None
+        band = self.control.band() if self.causal else None
         self._band = band if band is not None and band.window else None
 
     def attend(
@@ -94,7 +93,7 @@ class MemoryAttention(nn.Module):
     def recall(self, q: Tensor, state: State) -> Tensor:
         """Read without writing: encoder self-attention and cross-attention."""
         if self.control.grows:
-            return self._attend(q, state.memory, state.memory.used[:, :1, None])
+            return exact_attention(q, state.memory, state.memory.used[:, :1, None], self.reading, self.backend)
         memory, reading = state.memory, self.reading
         if state.readable is not None:
             seen = state.readable & memory.used if reading.mask_empty else state.readable.expand_as(memory.used)
@@ -163,12 +162,12 @@ class MemoryAttention(nn.Module):
         memory = Memory(
             torch.cat([old.k, k.to(dtype)], dim=2), torch.cat([old.v, v.to(dtype)], dim=2), used.to(dtype), used
         )
-        if self.causal and state is None and key_padding_mask is None and self.backend != "reference":
-            return self._sdpa(q, memory, None), State(memory, None, length, self._described)
-        seen = used[:, :1, None]
-        if self.causal:
-            seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
-        out = self._attend(q, memory, seen)
+        seen = None  # the tokens up to the query's own
+        if not (self.causal and state is None and key_padding_mask is None):
+            seen = used[:, :1, None]
+            if self.causal:
+                seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
+        out = exact_attention(q, memory, seen, self.reading, self.backend)
         if key_padding_mask is not None:  # a token's slot is its position, whatever padding stood around it
             out = out.masked_fill(key_padding_mask[:, None, :, None], 0) if self.causal else out
             order = (~used[:, 0]).sort(dim=1, stable=True).indices[:, : max(1, int(length.max()))]
@@ -178,35 +177,6 @@ class MemoryAttention(nn.Module):
             kept = memory.used[..., None]
             memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
         return out, State(memory, None, length, self._described)
-
-    def _attend(self, q: Tensor, memory: Memory, seen: Tensor) -> Tensor:
-        """softmax(K q) over the tokens in `seen`, `b 1 t n`; zeros where there is none."""
-        if self.backend == "reference":
-            dropout = self.dropout if self.training else 0.0
-            seen = seen.expand(-1, self.num_kv_heads, q.shape[2], -1)
-            steps = range(q.shape[2])
-            masked = [memory._replace(used=seen[:, :, t]) for t in steps]
-            return torch.cat(
-                [read(q[:, :, t, None], masked[t], mask_empty=True, scale=self.scale, dropout=dropout) for t in steps],
-                dim=2,
-            )
-        blind = ~seen.any(-1, keepdim=True)
-        return self._sdpa(q, memory, seen | blind).masked_fill(blind, 0)
-
-    def _sdpa(self, q: Tensor, memory: Memory, seen: Tensor | None) -> Tensor:
-        """Over the tokens in `seen`; None: over those up to the query's own."""
-        with full_precision(q):
-            out = F.scaled_dot_product_attention(
-                q.to(memory.k.dtype),
-                memory.k,
-                memory.v,
-                attn_mask=seen,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=seen is None,
-                scale=self.scale,
-                enable_gqa=self.num_heads != self.num_kv_heads,
-            )
-        return out.to(q.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

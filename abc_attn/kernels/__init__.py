@@ -28,6 +28,7 @@ __all__ = [
     "check_backend",
     "describe_backend",
     "describe_backends",
+    "exact_attention",
     "mean_attention",
     "mlp_attention",
     "read",
@@ -201,6 +202,15 @@ def mean_attention(
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
         out = read(q, memory, **reading._asdict())
     return out, memory, log_total
+
+
+def exact_attention(q: Tensor, memory: Memory, seen: Tensor | None, reading: Reading, backend: str) -> Tensor:
+    """softmax(K q) over the tokens in `seen`, `b 1 t n`, zeros where there is none; None: over those up to the query's.
+
+    Exact attention is the baseline, not a kernel of ours: a backend that does not offer it leaves it to the others.
+    """
+    answer = call("exact", backend, q, memory, seen, reading)
+    return call("exact", "auto", q, memory, seen, reading) if isinstance(answer, Declined) else answer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ A backend is a module. It may offer any of these operations, and declines a call
     mean(q, k, v, log_weights, memory, log_total, reading, causal)   attention over weighted means of the tokens
     mean_step(q, k, v, log_weights, memory, log_total, reading)      one token of `mean`, from unchecked inputs
     band(stretch), band_step(token)                                  tokens kept as they are: see banded.py
+    exact(q, memory, seen, reading)                                  softmax over every token: the baseline
     rotate(x, cos, sin)                                              rotary positions
 
 `scan` is what every backend must offer for the calls it wants to serve; the others are shortcuts. It may also say why
@@ -66,7 +67,7 @@ def describe_backends() -> list[tuple[str, bool, str]]:
 
 def describe_backend() -> tuple[str, str]:
     """The backend that "auto" takes for fp32 on the CPU; what it is, and why none before it."""
-    missing = []
+    missing: list[str] = []
     for name, available, text in describe_backends():
         if available:
             return name, "; ".join([text, *missing])
