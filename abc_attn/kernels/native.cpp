@@ -148,7 +148,7 @@ static const Kind &kind() {
     return chosen;
 }
 
-// torch has loaded an OpenMP runtime into this process. Its threads are used: a second pool would compete for the cores.
+// torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 static Parallel parallel() {
