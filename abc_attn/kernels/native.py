@@ -75,9 +75,20 @@ def _load() -> ctypes.CDLL | str:
         found = ctypes.CDLL(spec.origin)
     except OSError as error:
         return f"the native kernels could not be loaded: {error}"
-    found.abc_kind.restype = ctypes.c_char_p
+    found.abc_kind.restype = found.abc_kind_at.restype = ctypes.c_char_p
+    wanted = os.environ.get("ABC_ATTN_SIMD")
+    if wanted and found.abc_use(wanted.encode()):
+        has = ", ".join(map(repr, _widths(found)))
+        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {wanted!r}")
     found.abc_checkpoint_floats.restype = ctypes.c_int64
     found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
+    return found
+
+
+def _widths(library: ctypes.CDLL) -> list[str]:
+    found: list[str] = []
+    while (name := library.abc_kind_at(len(found))) is not None:
+        found.append(name.decode())
     return found
 
 
@@ -99,6 +110,20 @@ def unavailable() -> str | None:
 def describe() -> str:
     threads = f"{torch.get_num_threads()} threads, torch's own" if _library().abc_threads() else "one thread"
     return f"fused kernels for fp32 on the CPU ({_library().abc_kind().decode()}, {threads})"
+
+
+def widths() -> list[str]:
+    """The vector widths that the kernels have on this machine, widest first; the first is the default."""
+    return [] if unavailable() else _widths(_library())
+
+
+def use_width(name: str) -> None:
+    """Use the kernels of another vector width, as ABC_ATTN_SIMD does from the start.
+
+    Not between a forward pass and its backward pass: what one keeps for the other is laid out by width.
+    """
+    if _library().abc_use(name.encode()):
+        raise ValueError(f"this machine has no vector width {name!r}; accepted: {', '.join(map(repr, widths()))}")
 
 
 def _not_for(*tensors: Tensor | None) -> Declined | None:
