@@ -197,7 +197,7 @@ def divide(numerator: Tensor, total: Tensor, floor: float) -> Tensor:
     """numerator / max(total, floor); without a floor, zeros where the total is zero (no eps: the sign and size of the
     rest are kept).
 
-    f(q) V / (f(q) . mass) is divided last: f(q) over a total that has all but decayed would overflow.
+    f(q) V / (f(q) . mass) is divided last: f(q) over a total that has decayed to almost nothing would overflow.
     """
     if floor:
         return numerator / total.where(total > floor, floor)

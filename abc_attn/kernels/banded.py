@@ -182,11 +182,11 @@ def _stretch(
     if isinstance(out, Declined):
         return out
 
-    # Row r of the ring holds the last of the tokens whose turn it is.
+    # Row r of the ring holds the last token whose place, modulo the ring's size, is the row's.
     row = torch.arange(ring, device=k.device)
-    turn = row % window * dilation + row // window
+    own = row % window * dilation + row // window
     last = (end - sinks - 1)[:, None]
-    entered = last - (last - turn) % ring  # b ring
+    entered = last - (last - own) % ring  # b ring
     at = (entered - begin[:, None] + lead).clamp(min=0)[:, None, :, None]
     used = torch.cat([torch.arange(sinks, device=k.device) < end[:, None], entered >= 0], dim=1)[:, None]
     used = used.expand(-1, k.shape[1], -1).contiguous()

@@ -134,12 +134,12 @@ def _attend(
 
 def _cut(sinks: Tensor, x: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """For each span the sinks and its tokens."""
-    # Slices would do, but the gradient of each is as large as the whole. Pieces between all edges are cut once.
+    # The gradient of a slice is as large as the whole tensor, so x is split once, at the edges of all spans.
     edges = sorted({0, x.shape[2], *(edge for span in spans for edge in span)}) if x.requires_grad else []
-    pieces = x.split([after - edge for edge, after in pairwise(edges)], dim=2) if edges else ()
+    between = x.split([after - edge for edge, after in pairwise(edges)], dim=2) if edges else ()
     index = {edge: i for i, edge in enumerate(edges)}
     for first, last in spans:
-        parts = pieces[index[first] : index[last]] if edges else (x[:, :, first:last],)
+        parts = between[index[first] : index[last]] if edges else (x[:, :, first:last],)
         parts = (sinks, *parts) if sinks.shape[2] else parts
         yield torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 

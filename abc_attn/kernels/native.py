@@ -76,10 +76,10 @@ def _load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"the native kernels could not be loaded: {error}"
     found.abc_kind.restype = found.abc_kind_at.restype = ctypes.c_char_p
-    wanted = os.environ.get("ABC_ATTN_SIMD")
-    if wanted and found.abc_use(wanted.encode()):
+    width = os.environ.get("ABC_ATTN_SIMD")
+    if width and found.abc_use(width.encode()):
         has = ", ".join(map(repr, _widths(found)))
-        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {wanted!r}")
+        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {width!r}")
     found.abc_checkpoint_floats.restype = ctypes.c_int64
     found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
     return found
@@ -161,8 +161,10 @@ def mean(
     reading: Reading,
     causal: bool,
 ) -> tuple[Tensor, Memory, Tensor] | Declined:
-    """Attention over weighted means, of the tokens so far or of all: running_mean and core.reference, or running_mean,
-    core.write_all and core.read_memory, in one."""
+    """Attention over weighted means, of the tokens so far or of all of them.
+
+    In one call what running_mean and core.reference would do, or running_mean, core.write_all and core.read_memory.
+    """
     if reading.dropout:
         return _NO_DROPOUT
     if declined := _not_for(k, v, log_weights, *memory):
@@ -306,7 +308,7 @@ def _run(
 ) -> tuple[Tensor, Memory, Tensor]:
     inputs = (q.to(v.dtype), k, v, phi, log_decay, readable, *memory, log_total)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
+    # Dispatching the operator takes longer than a short sequence does: skip it where no gradient is needed.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
     options = (mean, linear, mask_empty, causal, scale, floor, saves)
     parts = 1 if linear or k.shape[2] == 1 else _parts(k.shape[0] * k.shape[1], phi.shape[-1])
