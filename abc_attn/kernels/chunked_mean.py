@@ -48,8 +48,8 @@ RANGE = 30.0
 
 CHUNK = 64  # tokens
 
-# Chunks in a part, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays fit
-# a CPU's caches, and each call of torch has enough to do. Other devices need more.
+# Chunks in a part, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
+# fit a CPU's caches, and each call of torch has enough to do. Other devices need more.
 AT_A_TIME, AT_A_TIME_ELSEWHERE = 64, 1024
 
 
@@ -183,9 +183,7 @@ class _Mean(torch.autograd.Function):
         *tensors, ctx.how = inputs
         ctx.save_for_backward(*tensors, *output[4:])
         _, k, v, log_weights, _, *first, _, _ = ctx.needs_input_grad
-        of_state = zip(
-            (k, v, False), first, output[1:4], strict=True
-        )  # no state depends on q, and that of keys not on values
+        of_state = zip((k, v, False), first, output[1:4], strict=True)  # no state depends on q
         ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[4:])
 
     @staticmethod
