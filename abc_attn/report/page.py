@@ -99,7 +99,9 @@ def _ours(table: Table, part: Part, rows: Mapping[str, Sequence[Mapping[str, Any
 
 def _control(values: Mapping[str, Any]) -> str:
     """The control of a run, or those of its layers."""
-    control = values.get("control", "mlp")
+    control = values.get("control")
+    if control is None:
+        return "-"
     return ", ".join(f"`{name}`" for name in ([control] if isinstance(control, str) else control))
 
 

@@ -138,8 +138,8 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
 
 
 def _hint(key: str, known: set[str]) -> str:
-    if close := difflib.get_close_matches(key, known, n=3):
-        return f"did you mean {' or '.join(close)}?"
     if others := [name for name in TASKS if key in get_task(name).settings_class.names()]:
         return f"it is a key of task {' and '.join(others)}"
+    if close := difflib.get_close_matches(key, known, n=3):
+        return f"did you mean {' or '.join(close)}?"
     return "see `abc-attn train --help` for where keys come from"
