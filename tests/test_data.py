@@ -51,7 +51,7 @@ def test_byte_pairs_give_back_the_text(folder, tmp_path):
     corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache", "bpe", vocab_size=270)
     assert corpus.tokenizer.decode(corpus.tokens["train"]) == TEXT["train"]
     assert corpus.tokenizer(TEXT["test"])["input_ids"] == corpus.tokens["test"].tolist()
-    assert corpus.words == {"train": 16, "validation": 4, "test": 4}  # words, not pieces
+    assert corpus.words == {"train": 16, "validation": 4, "test": 4}  # words, not tokens
     assert len(corpus.tokenizer) <= 270
 
 

@@ -137,7 +137,7 @@ def build_corpus(
     """The corpus as token files under `cache_dir`, built now unless they are there already.
 
     tokenizer: "word" (every word between spaces that the training text has, or its `vocab_size` most frequent ones; any
-    other is <unk>) or "bpe" (`vocab_size` byte-level pieces). Tokens are numbered by falling frequency.
+    other is <unk>) or "bpe" (`vocab_size` byte-level tokens). Tokens are numbered by falling frequency.
     """
     check_tokenizer(tokenizer, vocab_size)
     source.check()
@@ -224,14 +224,14 @@ def _byte_pairs(source: Source, vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
     )
     tokenizer.train_from_iterator(source.lines("train"), trainer)
-    # Number the pieces by frequency: the bands of an adaptive softmax depend on it.
+    # Number the tokens by frequency: the bands of an adaptive softmax depend on it.
     counts: Counter[int] = Counter()
     for lines in _batched(source.lines("train"), _LINES_AT_A_TIME):
         for encoded in tokenizer.encode_batch(lines):
             counts.update(encoded.ids)
     ranked = sorted(tokenizer.get_vocab().items(), key=lambda item: (-counts[item[1]], item[1]))
     about = json.loads(tokenizer.to_str())
-    about["model"]["vocab"] = {piece: i + 1 for i, (piece, _) in enumerate(ranked)}
+    about["model"]["vocab"] = {token: i + 1 for i, (token, _) in enumerate(ranked)}
     end = AddedToken("\n", normalized=False)  # a line's end, and number 0: no line is without one
     about["model"]["vocab"][end.content] = 0
     tokenizer = Tokenizer.from_str(json.dumps(about))

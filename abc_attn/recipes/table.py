@@ -53,8 +53,7 @@ class Table:
         root = root or ROOT
         path = root / name / TABLE
         if not path.is_file():
-            known = tables(root)
-            raise FileNotFoundError(f"no table {name!r} in {root}: " + (f"there are {', '.join(known)}" * bool(known)))
+            raise FileNotFoundError(f"no table {name!r} in {root}; there are {', '.join(tables(root)) or 'none'}")
         said = read_mapping(path)
         known_keys = {known.name for known in fields(cls)} - {"name", "folder"}
         if unknown := sorted(said.keys() - known_keys):

@@ -53,10 +53,10 @@ def _key(record: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: it is the word "inf"."""
+    """JSON has no infinity: it becomes the word "inf"; likewise "nan"."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
-    return "inf" if isinstance(value, float) and value == math.inf else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

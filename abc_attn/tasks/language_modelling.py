@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from abc_attn.data import Corpus, Source
 
 STREAM, WHOLE_STREAM = "stream", "whole stream"
-WINDOW = 512  # tokens that are read at once when a context is given, as in the paper
 SCORED = ("validation", "test")
 
 
@@ -60,12 +59,15 @@ class LanguageModelling(AdaptiveTask):
         return {"vocab_size": self.model_values.get("vocab_size", 10**9)}
 
     def check_scores(self, names: Sequence[str]) -> None:
+        from abc_attn.evaluation.scoring import PAPERS_WINDOW
+
         for name in names:
             split, _, how = name.partition("/")
-            if split not in SCORED or not (how in (STREAM, WHOLE_STREAM) or (how.isdecimal() and int(how) < WINDOW)):
+            context = how.isdecimal() and int(how) < PAPERS_WINDOW
+            if split not in SCORED or not (context or how in (STREAM, WHOLE_STREAM)):
                 raise ValueError(
-                    f"no score {name!r}: it is validation or test, a slash, and tokens of context (0 to {WINDOW - 1}), "
-                    f"{STREAM!r} or {WHOLE_STREAM!r}"
+                    f"no score {name!r}: it is validation or test, a slash, and tokens of context (from 0 to "
+                    f"{PAPERS_WINDOW - 1}), {STREAM!r} or {WHOLE_STREAM!r}"
                 )
 
     def open(self) -> None:
@@ -129,7 +131,7 @@ class LanguageModelling(AdaptiveTask):
     def scores(self, model: PreTrainedModel, names: Sequence[str]) -> Figures:
         """Perplexity per word. "test/480": after 480 tokens of context. "test/stream": read once from end to end; the
         figure is of the tokens that the scores with context are of. "test/whole stream": of all tokens."""
-        from abc_attn.evaluation import perplexity, token_nll
+        from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
 
         figures: Figures = {}
         for split in SCORED:
@@ -138,7 +140,7 @@ class LanguageModelling(AdaptiveTask):
             streams = [how for how in wanted if how in (STREAM, WHOLE_STREAM)]
             for how in (how for how in wanted if how not in streams):
                 started = time.monotonic()
-                nll = token_nll(model, tokens, window=WINDOW, context=int(how))
+                nll = token_nll(model, tokens, window=PAPERS_WINDOW, context=int(how))
                 figures[f"{split}/{how}"] = perplexity(nll, words)
                 _say(split, f"{how} tokens of context", figures[f"{split}/{how}"], started)
             if streams and not can_stream(model):

@@ -55,6 +55,8 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     task = recipe.make_task()
     task.check()
     start = None if recipe.settings.init_from is None else trained_model(recipe.settings.init_from, folder)
+    if args.process_index == 0:
+        folder.mkdir(parents=True, exist_ok=True)  # now: that it cannot be made is said before the data is read
     run = _Run(recipe, task, start, folder, args)
     if checkpoint is not None:
         recorded = json.loads((folder / STARTED).read_text(encoding="utf-8"))["corpus"]
@@ -97,7 +99,6 @@ class _Run:
         )
         main = trainer.is_world_process_zero()
         if main:
-            folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder / PARTIAL, ignore_errors=True)  # left by a run that was killed in a save
             if checkpoint is None:
                 about = provenance(self.recipe) | {
