@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from abc_attn.hf.adaptive_lm import IGNORED
+from abc_attn.models.adaptive_lm import IGNORED
 
 
 class _Task(Dataset[dict[str, Tensor]]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from abc_attn.hf.models import BOUNDED, BoundedModel
+from abc_attn.hf.models import BOUNDED, BoundedModel, unsupported
 
 
 def convert(
@@ -36,8 +36,7 @@ def convert(
         raise ValueError(f"this model is a {type(model).__name__} already; convert the original model")
     target = BOUNDED.get(type(model))
     if target is None:
-        known = ", ".join(sorted(cls.__name__ for cls in BOUNDED))
-        raise ValueError(f"a {type(model).__name__} cannot be converted; supported: {known}")
+        raise ValueError(unsupported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)))
     if not isinstance(positions, str):  # control "global" has an option of the same name
         control_options["positions"], positions = list(positions), "absolute"
     if not all(parameter.is_floating_point() for parameter in model.parameters()):

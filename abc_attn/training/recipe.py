@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import yaml
 from transformers import PreTrainedConfig, TrainingArguments
 
-from abc_attn.hf.adaptive_lm import AdaptiveLMConfig
+from abc_attn.models.adaptive_lm import AdaptiveLMConfig
 
 TASKS = ("language-modelling", "recall", "copy")
 

@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from abc_attn.data import Copy, Corpus, Recall, Segments, Source, Streams, build_corpus, find_files
 from abc_attn.evaluation import perplexity, token_nll
 from abc_attn.files import write_whole
-from abc_attn.hf.adaptive_lm import IGNORED, AdaptiveLM, AdaptiveLMConfig
+from abc_attn.models.adaptive_lm import IGNORED, AdaptiveLM, AdaptiveLMConfig
 from abc_attn.provenance import commit, cpu
 from abc_attn.training.recipe import Recipe, Settings
 from abc_attn.training.trainer import METRICS, PARTIAL, LMTrainer, Report, read_metrics
