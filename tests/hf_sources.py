@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from abc_attn import CONTROLS
+from abc_attn.hf import convert
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.models import BOUNDED
 
@@ -38,6 +41,13 @@ NO_DROPOUT = dict.fromkeys(KINDS_OF_DROPOUT.split(), 0.0)
 
 def source(cls: type, **changed: Any) -> Any:
     """A model of `cls` with random weights, large enough for its logits to be far from uniform."""
+    model = copy.deepcopy(_source(cls, **changed))
+    torch.manual_seed(7)  # what is drawn next does not depend on whether the model was made before
+    return model
+
+
+@functools.cache
+def _source(cls: type, **changed: Any) -> Any:
     torch.manual_seed(7)
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 0}
     sizes = {**BOUNDED[cls].family.tiny, **tokens}
@@ -51,6 +61,16 @@ def source(cls: type, **changed: Any) -> Any:
     if model.can_generate():
         model.generation_config.update(max_new_tokens=8, min_new_tokens=8, pad_token_id=PAD, eos_token_id=END)
     return model
+
+
+def bounded(cls: type, control: str, slots: int | None = None, **options: Any) -> Any:
+    """source(cls), converted: one for all tests that ask for it. They must leave it as it is."""
+    return _bounded(cls, control, slots, tuple(options.items()))
+
+
+@functools.cache
+def _bounded(cls: type, control: str, slots: int | None, options: tuple[tuple[str, Any], ...]) -> Any:
+    return convert(source(cls), control, slots, **dict(options))
 
 
 def batch(left: bool, seed: int = 3) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from abc_attn.hf import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache, state_bytes
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel, has_bounded_state, most_tokens, unsupported
-from abc_attn.models.adaptive_lm import AdaptiveLM
 
 # A command says what it has to say itself.
 logging.set_verbosity_error()
