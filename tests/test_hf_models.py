@@ -187,8 +187,8 @@ def test_half_precision_keeps_the_memory_whole():
     assert model.generate(**batch(left=True)).shape == (3, 20)
 
 
-# Training. The script is run by itself, and by torchrun in two processes. By SGD: where only one feature of a query
-# is alive, its gradient is zero but for rounding, and Adam would make of that rounding a step of full size.
+# Training. The script is run in one process, and by torchrun in two. With SGD: where only one feature of a query is
+# alive, its gradient is zero except for rounding, and Adam would turn that rounding into a step of full size.
 
 SCRIPT = """
 import sys, json, torch

@@ -114,7 +114,7 @@ class ConvertedAttention(MemoryAttention):
 
     def split(self, x: Tensor) -> Tensor:
         """`b t (h d)` -> `b h t d`."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def output(self, merged: Tensor) -> Tensor:
         """What the layer gets from the heads' outputs side by side, `b t (h d)`."""

@@ -1,4 +1,7 @@
-"""Bounded<Family>Config and Bounded<Family>For...: transformers' own classes with their attention replaced."""
+"""Bounded<Family>Config and Bounded<Family>For...: transformers' own classes with their attention replaced.
+
+They are made from the records in `families/`; nothing here is about one family.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ SITES = ("self", "cross", "encoder")
 
 @dataclass(kw_only=True)
 class BoundedConfig:
-    """What a bounded model's config has besides its family's fields; `convert` explains them."""
+    """The fields of a bounded model's config besides its family's; `convert` explains them."""
 
     control: str = "mlp"
     slots: int | dict[str, int] | None = None
@@ -44,8 +47,8 @@ class BoundedConfig:
                 setattr(self, name, list(getattr(self, name)))  # as JSON will give it back
                 if not getattr(self, name):
                     raise ValueError(
-                        f"{name}=[] selects nothing, so that no attention would be bounded: leave {name} out for all, "
-                        "or use control='softmax' for exact attention"
+                        f"{name}=[] selects nothing, and no attention would be bounded: leave {name} out to select "
+                        "all, or use control='softmax' for exact attention"
                     )
         for site in (*(self.where or ()), *(self.slots if isinstance(self.slots, dict) else ())):
             if site not in SITES:
@@ -68,10 +71,10 @@ class BoundedModel(Stateful):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
-        self.init_weights()  # of what is new: a control starts in the same way here and where a checkpoint lacks it
+        self.init_weights()  # of what is new: a control starts the same way here and where a checkpoint lacks it
 
     def bind_attention(self) -> None:
-        """Replace every attention of the model. Those that the config leaves out become exact: control "softmax"."""
+        """Replace every attention of the model. Those that the config does not choose become exact ("softmax")."""
         config: Any = self.config
         places: dict[str, list[tuple[nn.Module, str, type[ConvertedAttention]]]] = {}
         for parent in self.modules():
@@ -79,7 +82,7 @@ class BoundedModel(Stateful):
                 adapter = next((ours for cls, ours in self.family.attention.items() if isinstance(child, cls)), None)
                 if adapter is not None:
                     places.setdefault(adapter.site(child), []).append((parent, name, adapter))
-        if not places:  # transformers built the body of this model by AutoModel, so that it is bounded already
+        if not places:  # transformers built the body of this model with AutoModel: it is bounded already
             return
         # Marian's and BART's decoders have the modules of a cross-attention even where there is no encoder to read.
         sites = [site for site in places if site != "cross" or self._reads_encoder()]
@@ -92,8 +95,8 @@ class BoundedModel(Stateful):
         chosen = sites if config.where is None else config.where
         if isinstance(config.slots, dict) and {*config.slots} != {*chosen}:
             raise ValueError(
-                f"slots={config.slots} must give a number for each site of attention that is bounded, and for no "
-                f"other; in this {type(self).__name__} these are: {', '.join(chosen)}"
+                f"slots={config.slots} must give a number for each bounded site, and for no other; in this "
+                f"{type(self).__name__} these are: {', '.join(chosen)}"
             )
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
@@ -131,7 +134,7 @@ class BoundedModel(Stateful):
     def _count_positions_in_slots(self) -> None:
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
         if not owners:
-            raise ValueError(f"positions='slot' is about rotary positions, which {type(self).__name__} does not have")
+            raise ValueError(f"positions='slot' needs rotary positions, which {type(self).__name__} does not have")
         if self.config.layers is not None:
             raise ValueError("positions='slot' is one rotation for all layers: leave out layers=")
         control: Any = next(iter(self.controls.values()))
@@ -160,8 +163,8 @@ class BoundedModel(Stateful):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, IMPLEMENTATION):
             raise ValueError(
-                f"attn_implementation={requested_attention!r} was asked for, and {type(self).__name__} has bounded "
-                "attention alone: leave attn_implementation out"
+                f"attn_implementation={requested_attention!r} is not available: {type(self).__name__} has bounded "
+                "attention only; leave attn_implementation out"
             )
         return IMPLEMENTATION
 
@@ -182,7 +185,7 @@ class BoundedModel(Stateful):
 
 def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
     """A forward pre-hook: without position_ids, positions count real tokens, from the attention mask."""
-    if given.get("position_ids") is not None:  # as generate() has it at every step: to bind a signature takes a while
+    if given.get("position_ids") is not None:  # generate() gives them at every step; binding a signature is slow
         return arguments, given
     bound = inspect.signature(module.forward).bind(*arguments, **given).arguments
     mask = bound.get("attention_mask")
@@ -193,7 +196,7 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
 
 
 def has_bounded_state(model: PreTrainedModel) -> bool:
-    """Whether what a model remembers of the text it reads has one size, whatever the length."""
+    """Whether the state of a model has the same size whatever the length of the text."""
     causal = [module for module in model.modules() if isinstance(module, MemoryAttention) and module.causal]
     return bool(causal) and not any(isinstance(attention.control, Softmax) for attention in causal)
 

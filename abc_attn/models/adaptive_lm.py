@@ -33,14 +33,15 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 class AdaptiveLMConfig(PreTrainedConfig):
     """The defaults are the paper's 16-layer setting. Names are transformers' where it has one.
 
-    cutoffs: the first word of each band but the first. control, slots, control_options: see BoundedAttention. control
-    may be a list, one for each layer, such as ["window:16", "window:112"].
-    num_key_value_heads: fewer than num_attention_heads share keys and values among heads; a list for each layer, too.
-    position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
-    that many tokens and never leave what training has seen, however long the text. In training, a text without a past
-    starts anywhere in the circle. A multiple of the training length is sensible.
-    local_heads: so many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
-    long as the sinusoids. Without, small models need most of a short training to find the word before.
+    cutoffs: the first word of each band except the first.
+    control, slots, control_options: see BoundedAttention; control may be a list, one per layer, such as
+    ["window:16", "window:112"].
+    num_key_value_heads: fewer than num_attention_heads share keys and values among heads; or a list, one per layer.
+    position_period: None for plain sinusoids. With a number, every sinusoid's period divides it: positions run in a
+    circle of that many tokens, and a long text meets no position that training has not. In training, a text without a
+    past starts anywhere in the circle. A multiple of the training length is sensible.
+    local_heads: this many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
+    long as the sinusoids. Without them, small models spend most of a short training finding the previous word.
     """
 
     model_type = "adaptive_lm"
@@ -235,7 +236,7 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: AdaptiveLMConfig) -> None:
         super().__init__(config)
-        # What the constructors draw is overwritten by post_init, which so starts alike whatever the control.
+        # post_init overwrites what the constructors draw. Forked, the draws of post_init do not depend on the control.
         with torch.random.fork_rng(devices=[]):
             self.vocabulary = AdaptiveVocabulary(config)
             layers_differ = isinstance(config.control, list) or isinstance(config.num_key_value_heads, list)
