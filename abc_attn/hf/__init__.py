@@ -41,3 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'abc_attn.hf' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
