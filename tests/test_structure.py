@@ -10,8 +10,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "abc_attn"
 # A room may import from those to the left of it; rooms of the same number do not know each other.
-RANK = {"files": -1, "core": 0, "normaliser": 1, "controls": 2, "kernels": 2, "attention": 3, "hf": 4}
-OUTERMOST = 5  # demo, cli and all that is built on top
+RANK = {"files": -1, "core": 0, "normaliser": 1, "controls": 2, "kernels": 2, "attention": 3, "hf": 4, "models": 5}
+OUTERMOST = 6  # demo, cli and all that is built on top
 
 
 def room(path: Path) -> str:
@@ -34,14 +34,15 @@ def test_imports_point_one_way():
     assert len(files) > 8
     for path in files:
         here = RANK.get(room(path), OUTERMOST)
-        for other in imported(path) - {room(path)}:
+        facade = {"models"} if path == PACKAGE / "hf" / "__init__.py" else set()  # it says why
+        for other in imported(path) - {room(path)} - facade:
             there = RANK.get(other, OUTERMOST)
             assert there < here or here == OUTERMOST, f"{path.name} ({room(path)}) imports {other}"
 
 
 def test_transformers_stays_in_its_rooms():
     for path in PACKAGE.rglob("*.py"):
-        if room(path) not in {"hf", "training", "evaluation", "data"}:
+        if room(path) not in {"hf", "models", "training", "evaluation", "data"}:
             assert not re.search(r"^\s*(import|from) transformers", path.read_text(), re.M), path
 
 

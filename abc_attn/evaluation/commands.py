@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
-from abc_attn.hf.adaptive_lm import AdaptiveLM
 from abc_attn.hf.commands import load_model, load_tokenizer
 from abc_attn.hf.models import has_bounded_state, most_tokens
+from abc_attn.models.adaptive_lm import AdaptiveLM
 
 
 def evaluate_file(folder: Path, file: Path, *, window: int | None, tokens: int | None) -> dict[str, float]:

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from abc_attn.data.synthetic import IGNORED, Sequences
-from abc_attn.hf import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.models import has_bounded_state, most_tokens
+from abc_attn.models.adaptive_lm import AdaptiveLM
 
 PAPERS_WINDOW = 512  # tokens that are read at once
 CHUNK = 512  # tokens of a stream that are read at once

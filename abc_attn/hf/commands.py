@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from abc_attn.hf.adaptive_lm import AdaptiveLM
+from abc_attn.hf import AdaptiveLM
 from abc_attn.hf.cache import BoundedCache, state_bytes
 from abc_attn.hf.convert import convert
-from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel, has_bounded_state, most_tokens
+from abc_attn.hf.models import BOUNDED, CLASSES, BoundedModel, has_bounded_state, most_tokens, unsupported
 
 # A command says what it has to say itself.
 logging.set_verbosity_error()
@@ -52,16 +52,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     known |= {AdaptiveLM.__name__: AdaptiveLM}
     cls = next((known[name] for name in names if name in known), None)
     if cls is None:
-        held = f"{folder} holds {' and '.join(names) or 'no named architecture'}"
-        types: dict[str, Any] = {name: cls.config_class for name, cls in known.items()}
-        family = [name for name, config in types.items() if config.model_type == saved.get("model_type")]
-        if family:
-            raise ValueError(f"{held}, which is not supported; of {saved['model_type']} these are: {', '.join(family)}")
-        families = sorted({types[cls.__name__].model_type for cls in BOUNDED})
-        raise ValueError(
-            f"{held}, of no supported family; supported are "
-            f"{', '.join(families)}, as {', '.join(sorted(cls.__name__ for cls in BOUNDED))}"
-        )
+        name = " and ".join(names) or "a model of no named architecture"
+        raise ValueError(f"{folder}: {unsupported(name, saved.get('model_type'))}")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json and no weights (*.safetensors)")
     return cls.from_pretrained(folder).eval()

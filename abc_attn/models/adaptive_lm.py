@@ -8,7 +8,7 @@ Axes: b batch, t tokens, D hidden_size, N = b t.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from abc_attn.attention import BoundedAttention
 from abc_attn.controls import Control, make_control
 from abc_attn.core import memory_dtype
 from abc_attn.hf.cache import BoundedCache, bounded_layer
-from abc_attn.hf.stateful import Stateful, model_card
+from abc_attn.hf.stateful import Stateful, model_card, use_control
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 
@@ -33,14 +33,15 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 class AdaptiveLMConfig(PreTrainedConfig):
     """The defaults are the paper's 16-layer setting. Names are transformers' where it has one.
 
-    cutoffs: the first word of each band but the first. control, slots, control_options: see BoundedAttention. control
-    may be a list, one for each layer, such as ["window:16", "window:112"].
-    num_key_value_heads: fewer than num_attention_heads share keys and values among heads; a list for each layer, too.
-    position_period: None for plain sinusoids; else every sinusoid's period divides it, so positions run in a circle of
-    that many tokens and never leave what training has seen, however long the text. In training, a text without a past
-    starts anywhere in the circle. A multiple of the training length is sensible.
-    local_heads: so many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
-    long as the sinusoids. Without, small models need most of a short training to find the word before.
+    cutoffs: the first word of each band except the first.
+    control, slots, control_options: see BoundedAttention; control may be a list, one per layer, such as
+    ["window:16", "window:112"].
+    num_key_value_heads: fewer than num_attention_heads share keys and values among heads; or a list, one per layer.
+    position_period: None for plain sinusoids. With a number, every sinusoid's period divides it: positions run in a
+    circle of that many tokens, and a long text meets no position that training has not. In training, a text without a
+    past starts anywhere in the circle. A multiple of the training length is sensible.
+    local_heads: this many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
+    long as the sinusoids. Without them, small models spend most of a short training finding the previous word.
     """
 
     model_type = "adaptive_lm"
@@ -222,7 +223,7 @@ class AdaptiveLMLayer(nn.Module):
         return x + F.dropout(self.fc2(y), self.dropout, self.training)
 
 
-class AdaptiveLM(Stateful, GenerationMixin):
+class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
     """A causal language model: `loss` from labels, or `logits` (log-probabilities) without them."""
 
     config_class = AdaptiveLMConfig
@@ -235,7 +236,7 @@ class AdaptiveLM(Stateful, GenerationMixin):
 
     def __init__(self, config: AdaptiveLMConfig) -> None:
         super().__init__(config)
-        # What the constructors draw is overwritten by post_init, which so starts alike whatever the control.
+        # post_init overwrites what the constructors draw. Forked, the draws of post_init do not depend on the control.
         with torch.random.fork_rng(devices=[]):
             self.vocabulary = AdaptiveVocabulary(config)
             layers_differ = isinstance(config.control, list) or isinstance(config.num_key_value_heads, list)
@@ -246,9 +247,8 @@ class AdaptiveLM(Stateful, GenerationMixin):
             )
         if shared is not None:
             self.control = shared
-            for layer in self.layers:  # they use it; owned once, its weights have one name in a checkpoint
-                del layer.attention._modules["control"]
-                layer.attention.__dict__["control"] = shared
+            for layer in self.layers:
+                use_control(layer.attention, shared)
         self.post_init()
 
     def _make_control(self, layer: int) -> Control:
@@ -263,13 +263,19 @@ class AdaptiveLM(Stateful, GenerationMixin):
             **(config.control_options or {}),
         )
 
+    def named_controls(self) -> Mapping[str, Control]:
+        controls = dict.fromkeys(layer.attention.control for layer in self.layers)  # tied ones once
+        return {str(number): control for number, control in enumerate(controls)}
+
+    def new_control(self, name: str) -> Control:
+        # Its draws are its own, so that the rest of the model starts alike whatever the control.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(torch.initial_seed() + int(name))
+            return self._make_control(int(name))
+
     def _init_weights(self, module: nn.Module) -> None:
-        controls = dict.fromkeys(layer.attention.control for layer in self.layers)
-        for number, control in enumerate(controls):
-            for name, part in control.named_modules():
-                if part is module:
-                    self._init_part_of_control(module, name, number)
-                    return
+        if self.init_control(module):
+            return
         if isinstance(module, nn.Embedding):
             halved = 2 if self.config.local_heads else 1
             init.normal_(module.weight, std=(halved * module.embedding_dim) ** -0.5)
@@ -279,23 +285,13 @@ class AdaptiveLM(Stateful, GenerationMixin):
                 init.zeros_(module.bias)
             first = self.layers[0].attention
             if self.config.local_heads and module in (first.q_proj, first.k_proj):
-                self._look_back(module.weight, turned=module is first.q_proj)
+                self._look_back(module.weight, shifted=module is first.q_proj)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
 
-    def _init_part_of_control(self, part: nn.Module, name: str, number: int) -> None:
-        """A control knows best how it starts. Its draws are its own, so that all else starts alike whatever it is."""
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(torch.initial_seed() + number)
-            fresh = self._make_control(number).get_submodule(name)
-        for kind in ("named_parameters", "named_buffers"):
-            started = dict(getattr(fresh, kind)(recurse=False))
-            for key, tensor in getattr(part, kind)(recurse=False):
-                init.copy_(tensor, started[key])
-
-    def _look_back(self, weight: Tensor, turned: bool) -> None:
-        """The local heads start as the fastest sinusoids: keys as they are, queries turned 1, 2, ... tokens back.
+    def _look_back(self, weight: Tensor, shifted: bool) -> None:
+        """The local heads start as the fastest sinusoids: keys as they are, queries shifted 1, 2, ... tokens back.
 
         q_i k_j then sums cos(speed (i - 1 - j)), which is highest at the token before, and so on.
         """
@@ -305,7 +301,7 @@ class AdaptiveLM(Stateful, GenerationMixin):
         started = weight.detach().clone()
         sharing = self.config.num_attention_heads * width // len(weight)  # heads with the same keys
         for head in range(math.ceil(self.config.local_heads / sharing)):
-            angle = self._speeds(weight.device)[fastest] * (head + 1 if turned else 0)
+            angle = self._speeds(weight.device)[fastest] * (head + 1 if shifted else 0)
             rows = started[head * width : head * width + 2 * len(fastest)].zero_()
             rows[fastest, sine] = 2 * angle.cos().to(rows)
             rows[fastest, cosine] = -2 * angle.sin().to(rows)
@@ -324,17 +320,6 @@ class AdaptiveLM(Stateful, GenerationMixin):
 
     def get_output_embeddings(self) -> None:
         return None
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} holds keys and values; the bounded "
-                "state is the only cache of this model: leave it out"
-            )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = BoundedCache()
 
     def forward(
         self,
@@ -412,7 +397,7 @@ class AdaptiveLM(Stateful, GenerationMixin):
         ladder = torch.arange(count, dtype=torch.float64, device=device) / max(1, count - 1)
         if period is None:
             return torch.exp(ladder * -math.log(10000.0))
-        # Whole turns in `period` tokens, from period / 2 pi (the plain sinusoids' fastest) down to one.
+        # Whole cycles in `period` tokens, from period / 2 pi (the plain sinusoids' fastest) down to one.
         speed = (period / (2 * math.pi)) ** (1 - ladder)
         return speed.round().clamp(min=1) * (2 * math.pi / period)
 
