@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Gives a temporary name to write to, which becomes `path` at the end: a reader never finds half a file."""
+    """Gives a temporary name to write to, which is renamed to `path` at the end: a reader never finds half a file."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -19,7 +19,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # as any new file: a temporary one is its owner's alone
+        os.chmod(temporary, 0o666 & ~umask)  # the permissions of any new file: a temporary one is private to its owner
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -27,6 +27,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, completely or not at all."""
     with whole_file(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where figures come from: what is needed to get them again, and to judge them."""
+"""Where figures come from: what is needed to measure them again and to judge them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def installed(distribution: str) -> str:
 
 
 def command(words: str, options: Mapping[str, Any]) -> str:
-    """The command line that gives the figures: `words` and every option that has a value, or several."""
+    """The command line that gives the figures: `words`, and every option that has one or more values."""
     line = ["abc-attn", *words.split()]
     for option, value in options.items():
         if value is not None:
@@ -36,9 +36,9 @@ def now() -> str:
 
 
 def commit() -> str | None:
-    """Of the clone this is, if it is one: an installed package may lie inside somebody else's repository.
+    """The commit of this clone; None for an installed package, which may lie inside somebody else's repository.
 
-    With "-dirty" if files differ from it, other than results: those of one run are no change to the next.
+    It ends in "-dirty" if files differ from the commit, results excepted: one run's results do not change the next.
     """
     source = Path(__file__).parents[1]
     if not (source / ".git").exists() or not shutil.which("git"):
@@ -51,9 +51,19 @@ def commit() -> str | None:
 
 
 def cpu() -> str:
-    """The processor by its name, where it can be found out."""
+    """The name of the processor, where the system tells it."""
     try:
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def backends() -> list[tuple[str, bool, str]]:
+    """Name, whether it can be used here, and what it is or why it cannot; in the order in which "auto" tries them."""
+    from abc_attn import kernels  # brings torch
+
+    if hasattr(kernels, "describe_backends"):
+        return kernels.describe_backends()
+    name, text = kernels.describe_backend()
+    return [(name, True, text), ("torch", True, "chunked matrix products")][: 2 if name == "native" else 1]

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_sources import source  # noqa: E402
+from test_cli import refused_in_one_line  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from abc_attn.cli import main  # noqa: E402
@@ -110,8 +111,6 @@ def test_pipelines(task, cls, text, found, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["convert", "{}/nowhere", "{}/new"], "no saved model at"),
-        (["convert", "{}/llama", "{}/llama"], "exists and is not empty"),
         (
             ["convert", "{}/t5", "{}/new"],
             "T5Model is not supported; the supported families are Llama, GPT-2, BERT, RoBERTa, Marian, BART. How",
@@ -123,23 +122,20 @@ def test_pipelines(task, cls, text, found, tmp_path):
         (["convert", "{}/llama", "{}/new", "--control", "luna"], "'luna' cannot be causal"),
         (["convert", "{}/llama", "{}/new", "--control", "mpl"], "unknown control 'mpl'"),
         (["convert", "{}/llama", "{}/new", "--where", "cross"], "no 'cross' attention"),
-        (["generate", "{}/nowhere", "--prompt", "w5"], "no saved model at"),
-        (["generate", "{}/llama", "--prompt", ""], "the prompt is empty"),
-        (["generate", "{}/llama", "--prompt", "w5", "--temperature", "-1"], "a number from 0 is needed"),
-        (["evaluate", "{}/llama", "--file", "{}/nowhere.txt"], "no text file at"),
+        (["convert", "{}/bounded", "{}/new"], "is a bounded model already (control 'mlp:4')"),
+        (["generate", "{}/t5", "--prompt", "w5"], "T5Model, of no supported family"),
     ],
 )
-def test_mistakes_are_one_line(llama, tmp_path, arguments, said, capsys):
-    for name, held in (("t5", "T5Model"), ("tagger", "LlamaForTokenClassification")):
+def test_mistakes_that_take_transformers_are_one_line(llama, tmp_path, arguments, said, capsys):
+    """Those that do not are in test_cli.py."""
+    configs = {
+        "t5": {"architectures": ["T5Model"], "model_type": "t5"},
+        "tagger": {"architectures": ["LlamaForTokenClassification"], "model_type": "llama"},
+        "bounded": {"architectures": ["BoundedLlamaModel"], "control": "mlp:4"},
+    }
+    for name, config in configs.items():
         (tmp_path / name).mkdir()
-        config = {"architectures": [held], "model_type": {"tagger": "llama"}.get(name, name)}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    try:
-        code = main([argument.format(tmp_path) for argument in arguments])
-    except SystemExit as exit:
-        code = exit.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.err.startswith("abc-attn: error: ")
-    assert shown.err.count("\n") == 1
-    assert said in shown.err
+        (tmp_path / name / "model.safetensors").touch()
+    refused_in_one_line([argument.format(tmp_path) for argument in arguments], said, capsys)
+    assert not (tmp_path / "new").exists()

@@ -18,10 +18,10 @@ from abc_attn.bench.measure import (
     METHODS,
     Work,
     available_bytes,
+    check,
     check_fits,
     does_not_fit,
     error,
-    gate,
     give_back_memory,
     interleave,
     keep_freed_memory,
@@ -29,19 +29,19 @@ from abc_attn.bench.measure import (
     runner,
 )
 from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
-from abc_attn.demo import Progress
-from abc_attn.kernels import describe_backend
+from abc_attn.progress import Progress
+from abc_attn.provenance import backends
 
-GATE_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
-LONGEST_CALL = 15.0  # seconds: `scaling` follows a baseline as far as one call is expected to take no longer
+CHECKED_TOKENS = 32768  # longer sequences are checked at this length: the fp64 oracle is slow
+LONGEST_CALL = 15.0  # seconds: `scaling` leaves out a baseline at lengths where one call is expected to take longer
 PREFILL = 1024  # tokens at a time
-ALONE = 600  # repetitions of a step at every context, without the baselines (a minute): medians of 150 were good to 6 %
+ALONE = 600  # repetitions of a step at every context, without the baselines (a minute); medians of 150 vary by 6 %
 
 Outcome = tuple[list[Row], dict[str, float]]
 
 
 def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], None], skip: dict[Work, str]) -> list[Row]:
-    """The rows of works that are timed together: each through the gate, then its peak memory, then the times.
+    """The rows of works that are timed together: each is checked, then its peak memory measured, then the times.
 
     `skip` gives the reasons for which some are not measured. `report` is called three times for each work.
     """
@@ -53,11 +53,11 @@ def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], Non
         if not row.note:
             run = runner(work)
             if work.ours:
-                checked = replace(work, tokens=min(work.tokens, GATE_TOKENS))
-                row.passes(gate(checked, run if checked == work else runner(checked)))
+                checked = replace(work, tokens=min(work.tokens, CHECKED_TOKENS))
+                row.passes(check(checked, run if checked == work else runner(checked)))
             if not row.note:
                 runs[work] = run
-        report(f"gate of {_name(row)}")
+        report(f"check of {_name(row)}")
     for work, row in rows.items():
         if work in runs:
             row.peak_bytes = peak_memory(work)
@@ -78,8 +78,8 @@ def _name(row: Row) -> str:
 
 
 def _backends() -> list[str]:
-    """Ours, the fastest first: without compiled kernels "native" would be the torch backend under another name."""
-    return ["native", "torch"] if describe_backend()[0] == "native" else ["torch"]
+    """Ours, the fastest first, without the reference, which is a loop over tokens."""
+    return [name for name, available, _ in backends() if available and name != "reference"]
 
 
 def op(tokens: list[int], slots: list[int], width: int, heads: int, repetitions: int) -> Outcome:
@@ -131,7 +131,7 @@ def scaling(tokens: list[int], slots: int, width: int, heads: int, repetitions: 
 
 
 def _too_slow(works: Sequence[Work]) -> dict[Work, str]:
-    """The baselines' works, in order of tokens, that one may not wait for; their time is taken to grow as t squared."""
+    """Works of the baselines that would take too long, if time grows with the square of t. Works come in order of t."""
     skipped: dict[Work, str] = {}
     last: dict[str, tuple[int, float]] = {}
     for work in works:
@@ -186,9 +186,9 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
                     rows[work].state_bytes = needed
             if mlp not in runs:
                 progress(f"time of {_name(rows[mlp])}")
-            progress(f"gate and cache of {context:,} tokens")
+            progress(f"check and cache of {context:,} tokens")
         times, sgemm = interleave(runs, repetitions, lambda work: progress(f"time of {_name(rows[work])}"))
-        # Once more by themselves: among baselines of half a second, few repetitions are had and they lie far apart.
+        # Ours once more by themselves: beside baselines of half a second there are few repetitions, far apart.
         ours = {work: run for work, run in runs.items() if work.ours}
         alone, _ = interleave(
             ours, max(repetitions, ALONE), lambda work: progress(f"{_name(rows[work])} by itself"), budget=60
@@ -207,18 +207,18 @@ State = tuple[Memory, Tensor] | None
 
 
 def _states(contexts: Sequence[int], slots: int, width: int, heads: int, batch: int) -> Any:
-    """For each context, the state one token before it, and the same of the first sequence in fp64, from its own run."""
+    """For each context, the state one token before it; and that of the first sequence, computed in fp64 throughout."""
     generator = torch.Generator().manual_seed(0)
-    # The same piece again and again: what it says does not matter, and the whole context would not fit into memory.
+    # The same chunk again and again: its content does not matter, and the whole context would not fit into memory.
     sizes = (width, width, width, slots)
-    pieces = [torch.randn(batch, heads, PREFILL, size, generator=generator) for size in sizes]  # q, k, v, logits
+    chunk = [torch.randn(batch, heads, PREFILL, size, generator=generator) for size in sizes]  # q, k, v, logits
     state: State = None
     exact: State = None
     written = 0
     for context in contexts:
         while written < context - 1:
             count = min(PREFILL, context - 1 - written)
-            q, k, v, logits = (x[:, :, :count] for x in pieces)
+            q, k, v, logits = (x[:, :, :count] for x in chunk)
             _, state = mlp_attention(q, k, v, logits, state)
             q, k, v, logits = (x[:1].double() for x in (q, k, v, logits))
             _, exact = mlp_attention(q, k, v, logits, exact, backend="torch")
@@ -227,7 +227,7 @@ def _states(contexts: Sequence[int], slots: int, width: int, heads: int, batch: 
 
 
 def _mlp_step(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state: State) -> Callable[[], Tensor]:
-    """Every call goes on from the state before, as decoding does: the first is the step at the context itself."""
+    """Every call continues from the state before, as decoding does; the first is the step at the context itself."""
 
     def step() -> Tensor:
         nonlocal state
@@ -238,12 +238,12 @@ def _mlp_step(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state: State) -> 
 
 
 def _cache(batch: int, heads: int, context: int, width: int) -> Tensor:
-    """Keys and values, 2 b h t d, filled: pages never written would all be one page, and read far too quickly."""
-    piece = torch.randn(2, batch, heads, min(context, PREFILL), width)
+    """Keys and values, 2 b h t d, filled: pages never written share one physical page, which is read too fast."""
+    chunk = torch.randn(2, batch, heads, min(context, PREFILL), width)
     cache = torch.empty(2, batch, heads, context, width)
     for start in range(0, context, PREFILL):
         part = cache[..., start : start + PREFILL, :]
-        part.copy_(piece[..., : part.shape[-2], :])
+        part.copy_(chunk[..., : part.shape[-2], :])
     return cache
 
 
@@ -271,9 +271,9 @@ BENCHMARKS: dict[str, Callable[..., Outcome]] = {
 
 
 def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
-    """Run one benchmark with its options, print the table, write files into `output`; False if a gate failed."""
+    """Run one benchmark with its options, print the table, write files into `output`; False if a check failed."""
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)  # said now, not after minutes of measuring
+        output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
     keep_freed_memory()
     facts, started = facts_of(name, options, output), time.monotonic()
     once = {
@@ -289,5 +289,5 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
         if len(written) < 3:
             print("no plot: matplotlib is not installed (pip install 'abc-attn[bench]')")
     if report.failed:
-        print("\nno figure is given for the rows whose gate failed")
+        print("\nno figures for the rows whose check failed")
     return not report.failed

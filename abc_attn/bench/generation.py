@@ -12,31 +12,31 @@ import torch
 
 from abc_attn.bench.measure import Times, Work, available_bytes, error, interleave, peak_of_process
 from abc_attn.bench.report import GENERATING, Row, compare_rows
-from abc_attn.demo import Progress
+from abc_attn.progress import Progress
 
 
 def generate(
     model: Path | None, control: str, contexts: list[int], batches: list[int], tokens: int, repetitions: int
 ) -> tuple[list[Row], dict[str, float]]:
-    """Steps of generate() from a full cache, at each context and batch: tokens a second, peak memory, and the cache."""
-    from abc_attn.hf import benchmark  # brings transformers
+    """Steps of generate() from a full cache, at each context and batch: tokens per second and memory."""
+    from abc_attn.bench import models as caches  # brings transformers
 
     contexts = sorted(contexts)
     rows: list[Row] = []
     steps = 3 + 2 * len(GENERATING) * len(contexts) * len(batches)
     with TemporaryDirectory() as name, Progress("bench generate", steps) as progress:
         folder = Path(name)
-        original = benchmark.load_original(model)
+        original = caches.load_original(model)
         original.save_pretrained(folder / "model")  # every process that measures memory loads it from here
         progress("the model")
         models: dict[str, Any] = {
-            method: benchmark.prepare(method, copy.deepcopy(original), control) for method in GENERATING
+            method: caches.prepare(method, copy.deepcopy(original), control) for method in GENERATING
         }
         slots = models["bounded"].controls["self"].slots
-        at_first = error(*benchmark.check_against_original(original, models["bounded"]))
+        at_first = error(*caches.check_against_original(original, models["bounded"]))
         del original
-        progress("gate against the original")
-        states = benchmark.read_and_check(models["bounded"], contexts, folder)
+        progress("check against the original")
+        states = caches.read_and_check(models["bounded"], contexts, folder)
         progress(f"{max(contexts):,} tokens")
         config: Any = models["bounded"].config
         for batch in batches:
@@ -53,7 +53,7 @@ def generate(
 
 def _compare(
     works: Sequence[Work],
-    gate_error: float,
+    checked_error: float,
     models: dict[str, Any],
     state: Path,
     control: str,
@@ -61,22 +61,23 @@ def _compare(
     repetitions: int,
     report: Callable[[str], None],
 ) -> list[Row]:
-    """The rows of one batch and context: through the gate, then peak memory, then the times in turn."""
-    from abc_attn.hf import benchmark, state_bytes
+    """The rows of one batch and context: checked, then peak memory, then the times in turn."""
+    from abc_attn.bench import models as caches
+    from abc_attn.hf import state_bytes
 
     rows = {work: Row.of(work) for work in works}
     runs: dict[Work, Callable[[], object]] = {}
     for work, row in rows.items():
         name = f"{row.label}, {row.tokens:,} tokens"
-        whole = benchmark.bytes_of_keys_and_values(models[work.method], work.batch, work.tokens)
+        whole = caches.bytes_of_keys_and_values(models[work.method], work.batch, work.tokens)
         if work.ours:
-            row.passes(gate_error)
+            row.passes(checked_error)
         elif 3 * whole > available_bytes():  # both baselines', and what a step copies
             row.note = f"skipped: keys and values of {whole / 1e9:.3g} GB do not fit"
         if not row.note:
             size = (work.method, work.batch, work.tokens, tokens, state)
-            row.peak_bytes = peak_of_process(benchmark.ready, state.parent / "model", control, *size)
-            run, cache = benchmark.generation(models[work.method], *size)
+            row.peak_bytes = peak_of_process(caches.ready, state.parent / "model", control, *size)
+            run, cache = caches.generation(models[work.method], *size)
             row.state_bytes = state_bytes(cache) if work.ours else whole
             row.state_ratio = whole / row.state_bytes
             runs[work] = run

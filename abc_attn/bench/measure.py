@@ -1,4 +1,4 @@
-"""What is measured and how: the methods, the gate before every figure, interleaved times, peak memory.
+"""What is measured and how: the methods, the check before every figure, interleaved times, peak memory.
 
 Axes: b batch, h heads, t tokens, n slots, d width of keys and values.
 """
@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
 
-TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, with which a time is shown
-BUDGET = 3.0  # seconds of one contender, after which it needs no more repetitions than the least
-LEAST = 3  # repetitions of ours, however long they take
-LEAST_BASELINE = 2  # those of a baseline: one call may take half a minute
+TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, for which a time is shown
+BUDGET = 3.0  # seconds for each method: once spent, only the minimum of repetitions is still made
+LEAST = 3  # minimum of repetitions of our methods
+LEAST_BASELINE = 2  # ... and of a baseline: one call may take half a minute
 REPETITION = 0.02  # seconds: calls quicker than this are timed several at a time
 WARM = 0.5  # seconds: calls quicker than this are made once, untimed, before each repetition
 SGEMM_SIZE = 2048  # large enough for the full rate
@@ -132,14 +132,14 @@ def runner(work: Work) -> Callable[[], tuple[Tensor, ...]]:
     return run
 
 
-# The gate.
+# The check before any figure.
 
 
-def gate(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
+def check(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
     """The error of what `run` gives, against fp64: max|a - ref| / max|ref|, the largest over output and gradients.
 
-    It is the very call that is timed. Causal: its last row and head, against the loop over t up to 512 tokens and the
-    torch backend beyond. Non-causal: all of it, against the paper's equations as they stand.
+    It checks the same call that is timed. Causal: its last row and head, against the loop over t up to 512 tokens and
+    the torch backend beyond. Non-causal: all of it, against the paper's equations as they stand.
     """
     inputs, d_out = make_inputs(work)
     part = (slice(-1, None), slice(-1, None)) if work.causal else ()
@@ -154,7 +154,7 @@ def gate(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
             out = (q * work.width**-0.5 @ (phi.mT @ k).mT).softmax(-1) @ (phi.mT @ v)
         expected = (out, *torch.autograd.grad(out, exact, d_out[part].double())) if work.backward else (out,)
     errors = [error(x[part], y) for x, y in zip(run(), expected, strict=True)]
-    return torch.tensor(errors).max().item()  # NaN if one is; Python's max may pass it over
+    return torch.tensor(errors).max().item()  # NaN if one of them is; Python's max may miss it
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -168,10 +168,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for the next call of whatever method; where malloc is glibc's.
+    """Let this process keep the memory it frees, for the next call of any method; where malloc is glibc's.
 
-    Left alone, malloc gives arrays above 32 MB back to the system and has them cleared anew at every call. That is a
-    price of the allocator, 45 of the 105 ms that our forward pass over 32,768 tokens took, and shorter texts go free.
+    By default malloc gives arrays above 32 MB back to the system, which clears them again at every call. That is a cost
+    of the allocator, not of a method: 45 of the 105 ms that our forward pass over 32,768 tokens took. Shorter texts do
+    not pay it.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_MAX, 0)
@@ -179,7 +180,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """What was kept of larger sizes would count as used, where the next ask what is free."""
+    """Return kept memory to the system: it would count as used when the next size asks what is free."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)
 
@@ -208,14 +209,14 @@ def interleave(
     report: Callable[[Work], None],
     budget: float = BUDGET,
 ) -> tuple[dict[Work, Times], float]:
-    """Time all in turn, A B C, B A C, ..., so that a slow spell of the machine falls on each of them; in another order
-    each time, for what ran just before has filled the caches.
+    """Time all in turn, A B C, B A C, ..., so that a slow moment of the machine affects all of them alike. The order
+    changes each time, because what ran just before has filled the caches.
 
-    Returns their times and, measured among them, the flops a second of a product of two large matrices. A contender
-    leaves after `repetitions`, or earlier once it has had its least and `budget` seconds; `report` is told. Each is
-    called once or twice before, untimed, unless one call takes longer than BUDGET; and once more before each
-    repetition, unless that takes long: of several calls in a row all but the first find their inputs in the caches,
-    and so a single one would be at a disadvantage.
+    Returns their times and, measured among them, the flops per second of a product of two large matrices. A contender
+    is done after `repetitions`, or earlier once it has its minimum and has spent `budget` seconds; then `report` is
+    called. Each is called once or twice before, untimed, unless one call takes longer than BUDGET; and once more before
+    each repetition, unless that takes long: of several calls in a row all except the first find their inputs in the
+    caches, so a method timed one call at a time would be at a disadvantage.
     """
     a, b, product = (torch.rand(SGEMM_SIZE, SGEMM_SIZE) for _ in range(3))
     contenders: dict[Work | None, Callable[[], object]] = dict(
@@ -225,8 +226,8 @@ def interleave(
     calls, warm = {}, {}
     for key, run in contenders.items():
         seconds = _timed(run, 1)
-        taken[key] = [seconds] if seconds > BUDGET else []  # beside so long a call, what a first one costs is nothing
-        if seconds < REPETITION:  # ... and here it is much
+        taken[key] = [seconds] if seconds > BUDGET else []  # in so long a call, the cost of a first one is negligible
+        if seconds < REPETITION:  # ... in so short a one it is not
             seconds = _timed(run, 1)
         calls[key], warm[key] = max(1, min(100, int(REPETITION / seconds))), seconds < WARM
     shuffle = random.Random(0).shuffle
@@ -250,7 +251,7 @@ def interleave(
 
 
 def _timed(run: Callable[[], object], calls: int) -> float:
-    """Seconds of one of several calls. No garbage is collected meanwhile."""
+    """Seconds per call, over several calls without garbage collection."""
     gc.disable()
     try:
         started = time.perf_counter()
@@ -265,7 +266,7 @@ def _timed(run: Callable[[], object], calls: int) -> float:
 
 
 def available_bytes() -> int:
-    """What can be allocated now without swapping, less a fifth for the rest of the machine."""
+    """Memory that can be allocated now without swapping, less a fifth for the rest of the machine."""
     try:
         free = int(re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
     except (OSError, IndexError):
@@ -274,7 +275,7 @@ def available_bytes() -> int:
 
 
 def does_not_fit(work: Work) -> str | None:
-    """Why the work cannot be done in the memory there is, if it cannot."""
+    """Why the work does not fit into memory; None if it does."""
     rows = work.batch * work.heads * work.tokens
     # Inputs, output and their gradients; eager: scores, weights and both gradients, of which two are alive forward.
     needed = 4 * rows * (10 * work.width + 4 * (work.slots or 0))
@@ -286,7 +287,7 @@ def does_not_fit(work: Work) -> str | None:
 
 
 def check_fits(work: Work) -> None:
-    """Refuse what could only end in the middle of the run."""
+    """Refuse sizes that could only fail in the middle of the run."""
     if reason := does_not_fit(work):
         raise MemoryError(
             f"this machine is too small for these sizes: {work.method} {reason.removeprefix('skipped: ')}"
@@ -300,7 +301,7 @@ def peak_memory(work: Work) -> int | None:
 
 def peak_of_process(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int | None:
     """Bytes by which what `prepare(*arguments)` returns raises, when called, the peak of a fresh process."""
-    context = get_context("forkserver")  # a process that has done nothing but import is forked: seconds less than anew
+    context = get_context("forkserver")  # forks a process that has only imported: seconds faster than a new one
     context.set_forkserver_preload([prepare.__module__])
     receiver, sender = context.Pipe(duplex=False)
     given = (torch.get_num_threads(), sender, prepare, *arguments)
@@ -327,13 +328,15 @@ def _peak(threads: int, sender: Connection, prepare: Callable[..., Callable[[], 
 
 
 def _ready(work: Work) -> Callable[[], object]:
-    runner(replace(work, batch=1, tokens=min(work.tokens, 32)))()  # threads and libraries are no part of the work
+    runner(
+        replace(work, batch=1, tokens=min(work.tokens, 32))
+    )()  # starting threads and loading libraries is not part of the work
     return lambda: runner(work)()
 
 
 def _high_water(reset: bool = False) -> int:
-    """Most bytes this process has held at once, from now on if `reset` (where the system can)."""
-    # Not ru_maxrss where there is something better: on Linux a process starts with that of the one that started it.
+    """Most bytes this process has held at once; `reset` starts from now (where the system can)."""
+    # ru_maxrss only where there is nothing better: on Linux a process inherits it from its parent.
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""What is made of the measurements: the table, JSON with its provenance, Markdown, plots."""
+"""What a benchmark reports: the table, JSON with its provenance, Markdown, plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from abc_attn import provenance
 from abc_attn.bench.measure import BASELINES, SGEMM_SIZE, TOLERANCE, Times, Work
 from abc_attn.files import whole_file
-from abc_attn.kernels import describe_backend
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 GENERATING = ("bounded", "dynamic", "preallocated")  # the caches of `generate`
@@ -34,7 +33,7 @@ class Row:
     tokens: int  # decoding: the context
     width: int
     slots: int | None
-    gate_error: float | None = None
+    gate_error: float | None = None  # of the check before the figures; recorded results have it under this name
     seconds: float | None = None  # the median
     quartiles: tuple[float, float] | None = None
     repetitions: int = 0
@@ -71,13 +70,13 @@ class Row:
 
     def passes(self, error: float) -> bool:
         """Whether a figure may be shown; if not, the note says so."""
-        self.gate_error = error if math.isfinite(error) else None  # JSON has no word for the others
+        self.gate_error = error if math.isfinite(error) else None  # JSON has no infinity or NaN
         if not error < TOLERANCE:  # a NaN fails too
-            self.note = f"GATE FAILED: error {error:.1e}, {TOLERANCE:.0e} is allowed"
+            self.note = f"CHECK FAILED: error {error:.1e}, {TOLERANCE:.0e} is allowed"
         return not self.note
 
     def fill(self, times: Times, flops: int | None, sgemm: float) -> None:
-        """Enter what was measured: `sgemm` in flops a second."""
+        """Enter what was measured; `sgemm` in flops per second."""
         self.seconds, self.quartiles, self.repetitions = times.median, times.quartiles, len(times.seconds)
         self.sgemm_gflops = sgemm / 1e9
         if flops:
@@ -100,7 +99,7 @@ def compare_rows(rows: Sequence[Row], baselines: Sequence[str] = BASELINES) -> N
 
 @dataclass
 class Report:
-    """The rows of one benchmark, and what they say in a line or two."""
+    """The rows of one benchmark, and their summary."""
 
     name: str
     rows: list[Row]
@@ -109,7 +108,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        return any(row.note.startswith("GATE") for row in self.rows)
+        return any(row.note.startswith("CHECK FAILED") for row in self.rows)
 
 
 # Where the figures come from.
@@ -121,14 +120,14 @@ def load_average() -> list[float]:
 
 
 def facts_of(name: str, options: dict[str, Any], output: Path | None) -> dict[str, Any]:
-    """What is needed to get these figures again, and to judge them: the load must have been low."""
+    """What is needed to get these figures again and to judge them (the load must have been low)."""
     threads = torch.get_num_threads()
     return {
         "command": provenance.command(f"bench {name}", options | {"threads": threads, "output": output}),
         "date": provenance.now(),
         "cpu": provenance.cpu(),
         "threads": threads,
-        "backend": " ".join(describe_backend()),
+        "backend": next(f"{name} {text}" for name, available, text in provenance.backends() if available),
         "versions": {
             "abc-attn": provenance.installed("abc-attn"),
             "torch": torch.__version__,
@@ -177,9 +176,9 @@ PEAK: list[Column] = [
     ("SDPA's / it", "peak_ratio_sdpa", times),
     ("eager's / it", "peak_ratio_eager", times),
 ]
-GATE: list[Column] = [("error", "gate_error", "{:.0e}".format), ("note", "note", str)]
+CHECK: list[Column] = [("error", "gate_error", "{:.0e}".format), ("note", "note", str)]
 COLUMNS: dict[str, list[Column]] = {
-    "op": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *GATE],
+    "op": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *CHECK],
     "decode": [
         ("context", "tokens", "{:,}".format),
         ("method", "label", str),
@@ -188,7 +187,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("by itself", "seconds_alone", span),
         *RATE,
         ("state", "state_bytes", megabytes),
-        *GATE,
+        *CHECK,
     ],
     "generate": [
         ("context", "tokens", "{:,}".format),
@@ -202,16 +201,16 @@ COLUMNS: dict[str, list[Column]] = {
         ("peak memory", "peak_bytes", megabytes),
         ("DynamicCache's / it", "peak_ratio_dynamic", times),
         ("preallocated's / it", "peak_ratio_preallocated", times),
-        *GATE,
+        *CHECK,
     ],
-    "encode": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *GATE],
+    "encode": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *CHECK],
     "scaling": [
         *WHICH,
         *TIME,
         ("time / time(t/4)", "growth", times),
         *PEAK,
         ("peak / peak(t/4)", "peak_growth", times),
-        *GATE,
+        *CHECK,
     ],
 }
 
@@ -301,7 +300,7 @@ def draw(report: Report, figure: Any) -> None:
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
     elif report.name == "generate":
-        _lines(left, report.rows, "tokens_per_second", "tokens a second")
+        _lines(left, report.rows, "tokens_per_second", "tokens per second")
         _lines(right, report.rows, "peak_bytes", "peak memory beyond the weights, bytes")
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
@@ -319,7 +318,7 @@ def _lines(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
     """One line for each method, over tokens, both axes logarithmic."""
     for number, label in enumerate(dict.fromkeys(row.label for row in rows)):
         points = [(row.tokens, getattr(row, field)) for row in rows if row.label == label and getattr(row, field)]
-        if points:  # beside colour the markers differ, so that the lines can be told apart without it
+        if points:  # markers differ as well as colours, so that the lines can be told apart without colour
             axes.plot(*zip(*points, strict=True), marker="osD^vPX*"[number % 8], label=label)
     axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
     ticks = sorted({row.tokens for row in rows})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.core import Band, Write
+from abc_attn.plugins import load_entry_points
 
 InnerState = tuple[Tensor, ...] | None
 
@@ -214,7 +215,10 @@ def make_control(
 def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
     name, colon, count = part.strip().partition(":")
     if name not in CONTROLS:
-        raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}")
+        failed = load_entry_points()  # an installed package may bring it
+        if name not in CONTROLS:
+            why = "".join(f"; {line}" for line in failed)
+            raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}{why}")
     if not colon:
         return CONTROLS[name], None
     if not count.isdecimal() or int(count) < 1:

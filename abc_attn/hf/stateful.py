@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,7 +78,13 @@ class Stateful(PreTrainedModel):
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
-        """As in transformers; and a model card (README.md) beside the weights, if there is none."""
+        """As in transformers; and a model card (README.md) beside the weights, if there is none.
+
+        The config says which modules to import first, where controls are not of this package.
+        """
+        config: Any = self.config
+        if modules := control_modules(self):
+            config.control_modules = modules
         saved = super().save_pretrained(save_directory, *arguments, **options)
         file = Path(save_directory) / "README.md"
         if Path(save_directory).is_dir() and not file.exists():
@@ -98,6 +105,13 @@ class Stateful(PreTrainedModel):
             "continuous batching pages keys and values, which a bounded model does not keep: "
             "use generate() with a padded batch"
         )
+
+
+def control_modules(model: nn.Module) -> list[str]:
+    """The modules outside this package that define the controls of a model; a script by the name of its file."""
+    found = {type(module).__module__ for module in model.modules() if isinstance(module, Control)}
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "__main__").stem
+    return sorted(script if name == "__main__" else name for name in found if name.partition(".")[0] != "abc_attn")
 
 
 def model_card(model: PreTrainedModel, kind: str, auto: str, *, bounded: str = BOUNDED, **facts: str) -> str:

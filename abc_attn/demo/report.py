@@ -58,7 +58,7 @@ def table_text(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")  # beside colour, so that the lines can be told apart without it
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "1 5")  # as well as colours, so that the lines can be told apart without colour
 
 
 def chart(title: str, results: Sequence[Result], values: Callable[[Result], dict[int, float]], unit: str) -> str:

@@ -1,4 +1,4 @@
-"""What `abc-attn bench generate` runs: generate() from a cache that is full, with each of three kinds of cache."""
+"""Whole models for `abc-attn bench generate`: generate() from a full cache, with each of three kinds of cache."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from abc_attn.hf.cache import BoundedCache, load_state, save_state
-from abc_attn.hf.commands import load_model
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, BoundedModel
+from abc_attn.models.saved import load_model
 
 READ = 512  # tokens at a time
-GATED = 64  # tokens, at most, for which the bounded model is held to the original
+CHECKED = 64  # tokens, at most, over which the bounded model is compared with the original
 
 
 # The models.
@@ -105,7 +105,7 @@ GROUPED = "grouped_sdpa"
 def _grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' "sdpa", but one token's queries of a group are rows of one product, in half the time."""
+    """transformers' "sdpa", except that one token's queries of a group are rows of one product: half the time."""
     if query.shape[2] > 1 or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     rows = query.view(len(key), key.shape[1], -1, key.shape[3])
@@ -121,20 +121,20 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def fill(layer: DynamicLayer, batch: int, tokens: int, config: Any) -> None:
-    """Normal values as the keys and values of `tokens` tokens: what they say has no part in the time of a step."""
+    """Random keys and values for `tokens` tokens: their content does not change the time of a step."""
     shape = (2, batch, config.num_key_value_heads, min(tokens, READ), config.head_dim)
-    k, v = piece = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    k, v = both = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     layer.lazy_initialization(k, v)
     if isinstance(layer, PreallocatedLayer):
         for start in range(0, tokens, READ):
-            layer.update(*piece[..., : tokens - start, :])
+            layer.update(*both[..., : tokens - start, :])
     else:  # without the copies of update(), which peak memory would show
-        layer.keys, layer.values = piece[..., torch.arange(tokens) % READ, :].unbind()
+        layer.keys, layer.values = both[..., torch.arange(tokens) % READ, :].unbind()
 
 
 def full_cache(method: str, model: PreTrainedModel, batch: int, context: int, room: int, state: Path) -> Cache:
-    """A cache one token before `context`, and with room for so many more. The bounded one is of a text that was read,
-    whose state is in a file."""
+    """A cache one token before `context`, with room for `room` more tokens. The bounded one is read from the file
+    `state`."""
     cache: Cache
     if method == "bounded":
         cache = load_state(state)
@@ -160,7 +160,8 @@ def generation(
 ) -> tuple[Callable[[], Tensor], Cache]:
     """A call of generate() for `new_tokens` tokens, the first of which sees `context`; and its cache, full already.
 
-    It can be called again: keys and values go back to the context. A bounded state goes on; its steps are all alike.
+    It can be called again: keys and values are cut back to the context. A bounded state continues; its steps all cost
+    the same.
     """
     cache = full_cache(method, model, batch, context, new_tokens, state)
     last = torch.full((batch, 1), 3)
@@ -180,13 +181,13 @@ def generation(
 def ready(
     folder: Path, control: str, method: str, batch: int, context: int, new_tokens: int, state: Path
 ) -> Callable[[], object]:
-    """For a process that measures memory: the model has run once, and is now to fill a cache and go on from it."""
+    """For a process that measures memory: the model has run once; the call fills a cache and generates from it."""
     model = prepare(method, load_original(folder), control)
     generation(model, method, 1, 2, 1, state)[0]()
     return lambda: generation(model, method, batch, context, new_tokens, state)[0]()
 
 
-# The gate.
+# The checks before any figure.
 
 
 class Check(NamedTuple):
@@ -198,31 +199,31 @@ class Check(NamedTuple):
 
 @torch.inference_mode()
 def check_against_original(original: PreTrainedModel, bounded: BoundedModel) -> Check:
-    """While the memory holds every token its logits are the original's: of half a text, then of tokens one by one."""
+    """While the memory holds every token, its logits are the original's: half a text at once, then token by token."""
     controls: Any = bounded.controls
-    count = min(controls["self"].slots, GATED)
+    count = min(controls["self"].slots, CHECKED)
     text = _text(original, count)
     cache, found = BoundedCache(), []
-    for piece in text.split([count // 2] + [1] * (count - count // 2), dim=1):
-        if piece.shape[1]:
-            found.append(bounded(piece, past_key_values=cache).logits)
+    for chunk in text.split([count // 2] + [1] * (count - count // 2), dim=1):
+        if chunk.shape[1]:
+            found.append(bounded(chunk, past_key_values=cache).logits)
     return Check(torch.cat(found, dim=1), original(text, use_cache=False).logits)
 
 
 @torch.inference_mode()
 def read_and_check(bounded: BoundedModel, contexts: Sequence[int], folder: Path) -> dict[int, tuple[Path, Check]]:
-    """Read one text in pieces. For each context, a file with the state one token before it; and the logits of the
-    step that follows, which must be those of the whole text read anew without any state."""
+    """Read one text in chunks. For each context: a file with the state one token before it, and the logits of the next
+    step, which must be those of the whole text read at once without a state."""
     text, cache, results = _text(bounded, max(contexts)), BoundedCache(), {}
     for context in sorted(contexts):
-        for piece in text[:, cache.get_seq_length() : context - 1].split(READ, dim=1):
-            if piece.shape[1]:
-                bounded(piece, past_key_values=cache, logits_to_keep=1)
+        for chunk in text[:, cache.get_seq_length() : context - 1].split(READ, dim=1):
+            if chunk.shape[1]:
+                bounded(chunk, past_key_values=cache, logits_to_keep=1)
         path = folder / f"state-{context}.safetensors"
         save_state(cache, path)
         step = bounded(text[:, context - 1 : context], past_key_values=copy.deepcopy(cache)).logits
-        anew = bounded(text[:, :context], use_cache=False, logits_to_keep=1).logits
-        results[context] = path, Check(step, anew)
+        at_once = bounded(text[:, :context], use_cache=False, logits_to_keep=1).logits
+        results[context] = path, Check(step, at_once)
     return results
 
 

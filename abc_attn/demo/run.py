@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import platform
 import re
-import shutil
 import signal
 import statistics
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -27,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from tqdm import tqdm
 
 from abc_attn import BoundedAttention, State, make_control, provenance
-from abc_attn.demo_report import Result, note_text, page, table, table_text
+from abc_attn.demo.report import Result, note_text, page, table, table_text
 from abc_attn.files import whole_file
+from abc_attn.progress import Progress
 
 SPECS = ("softmax", "mlp", "window:16+mlp:16", "linformer", "random")  # softmax first: the others are compared with it
 
@@ -117,7 +115,9 @@ class LanguageModel(nn.Module):
         control = make_control(spec, slots, embed_dim=width, num_heads=heads, causal=True, **options)
         torch.manual_seed(settings.seed)  # again, so that a control with weights does not change how the rest starts
         self.embedding = nn.Embedding(settings.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.5 * width**-0.5)  # positions, twice as loud, are learned first
+        nn.init.normal_(
+            self.embedding.weight, std=0.5 * width**-0.5
+        )  # positions have twice the norm and are learned first
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
             Block(BoundedAttention(width, heads, control=control, causal=True), width) for _ in range(settings.layers)
         )
@@ -190,10 +190,10 @@ def load_text(settings: Settings) -> tuple[Vocabulary, Tensor, Tensor]:
 
 
 def train_some(settings: Settings, parent: Connection) -> None:
-    """The work of one process: trains each model it is told to, sends a note after each step, then what came of it."""
+    """The work of one process: trains each model it is asked for, sends a note after each step, then the result."""
     torch.set_num_threads(1)
     _, training, validation = load_text(settings)
-    with suppress(EOFError, BrokenPipeError):  # the parent has no more to do, or is gone
+    with suppress(EOFError, BrokenPipeError):  # the parent has no more work, or has ended
         while True:
             model = LanguageModel(parent.recv(), settings)
             train(model, training, settings, parent.send)
@@ -243,7 +243,7 @@ def train_all(settings: Settings, report: Callable[[str], None]) -> dict[str, tu
 
 
 class BoundedDecoder:
-    """Decoding with a bounded memory: what is past is one state for each layer."""
+    """Decoding with a bounded memory: the past is one state for each layer."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -303,12 +303,12 @@ class SoftmaxDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the part in use: the capacity set aside is no cost of the method."""
+        """Of the part in use: unused capacity is not a cost of the method."""
         return self.cache[..., : self.past, :].numel() * self.cache.element_size()
 
 
 def check_decoder(decoder: BoundedDecoder | SoftmaxDecoder, tokens: Tensor) -> None:
-    """No speed is measured of a decoder whose logits differ from the model's own over the whole sequence."""
+    """Refuse to measure a decoder whose logits differ from the model's own over the whole sequence."""
     whole = decoder.model(tokens)
     past, middle = decoder.past, tokens.shape[1] // 2
     parts = [decoder(tokens[:, :middle]), *(decoder(token) for token in tokens[:, middle:].split(1, dim=1))]
@@ -330,7 +330,7 @@ def measure_decoding(
 ) -> None:
     """Fill in the speed and the state of every model at every context.
 
-    In each round every model has its turn at every context, so that whatever else the machine does falls on all alike.
+    In each round every model has its turn at every context, so that a slow moment of the machine affects all alike.
     """
     steps, longest = settings.decode_steps, settings.contexts[-1]
     text = tokens.repeat(longest // len(tokens) + 1)[None, :longest]
@@ -345,7 +345,7 @@ def measure_decoding(
     position = 0
     for context in settings.contexts:
         if context > settings.length:
-            decoders.pop("linformer", None)  # it has weights for that many positions, and no more
+            decoders.pop("linformer", None)  # it has weights for that many positions only
         for spec, decoder in decoders.items():
             for some in text[:, position : context - steps].split(512, dim=1):
                 decoder(some)
@@ -375,7 +375,9 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, seed: int) -> Ten
     decoder, tokens = BoundedDecoder(model), prompt[None]
     logits = decoder(tokens)
     for _ in range(count):
-        chances = (logits[:, -1] / 0.7).softmax(-1)  # a little below 1: fewer odd words from so small a model
+        chances = (logits[:, -1] / 0.7).softmax(
+            -1
+        )  # a temperature a little below 1: fewer odd words from so small a model
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
         logits = decoder(tokens[:, -1:])
     return tokens[0]
@@ -384,35 +386,8 @@ def generate(model: LanguageModel, prompt: Tensor, count: int, seed: int) -> Ten
 # The whole.
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a plain line every ten seconds."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self.label, self.total, self.count = label, total, 0
-        self.started = self.printed = time.monotonic()
-        columns, lines = shutil.get_terminal_size()  # unlike tqdm, this knows of terminals that tell no size
-        self.bar = tqdm(total=total, desc=label, ncols=min(columns, 100), nrows=lines, disable=not sys.stderr.isatty())
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
-
-    def __call__(self, note: str) -> None:
-        """One step is done."""
-        self.count += 1
-        self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update()
-        now = time.monotonic()
-        if self.bar.disable and (now - self.printed > 10 or self.count == self.total):
-            self.printed = now
-            seconds = f"{now - self.started:.0f} s"
-            print(f"{self.label}: {self.count}/{self.total}, {note}, {seconds}", file=sys.stderr, flush=True)
-
-
 def facts_of(settings: Settings, output: Path) -> dict[str, str]:
-    """What is needed to get these numbers again."""
+    """What is needed to measure these numbers again."""
     options = {"seed": settings.seed, "steps": settings.steps, "output": output}
     facts = {
         "command": provenance.command("demo", options),

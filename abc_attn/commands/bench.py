@@ -1,0 +1,36 @@
+"""The command bench."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import nullcontext
+
+from abc_attn import paths
+from abc_attn.commands.errors import CommandError, explained
+from abc_attn.commands.models import hugging_face
+
+OURS = ("command", "run", "benchmark", "threads", "output")  # arguments that are not sizes of a benchmark
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Measure speed and memory against torch's scaled_dot_product_attention (SDPA) and plain softmax attention."""
+    options = {name: value for name, value in vars(arguments).items() if name not in OURS}
+    with explained():
+        if arguments.output is not None:
+            paths.writable_folder(arguments.output)
+        if options.get("model") is not None:
+            paths.saved_model(options["model"])
+    try:
+        with hugging_face() if arguments.benchmark == "generate" else nullcontext():
+            import torch
+
+            from abc_attn.bench import run_bench
+
+            if arguments.threads:
+                torch.set_num_threads(arguments.threads)
+            passed = run_bench(arguments.benchmark, options, arguments.output)
+    except MemoryError as error:  # sizes that this machine cannot hold
+        raise CommandError(error) from None
+    if not passed:
+        sys.exit(1)
