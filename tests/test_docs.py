@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 
-import abc_attn
 from abc_attn import CONTROLS
 
 ROOT = Path(__file__).parents[1]
