@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-from abc_attn.core import State, load_states, save_states
+from abc_attn.state import State, load_states, save_states
 
 
 class BoundedLayer(CacheLayerMixin):

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
-from abc_attn.controls.positional import Softmax
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention, adapter_of
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.positions import POSITIONS, SlotRotary
@@ -206,7 +205,7 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
 def has_bounded_state(model: PreTrainedModel) -> bool:
     """Whether what a model remembers of the text it reads has one size, whatever the length."""
     causal = [module for module in model.modules() if isinstance(module, MemoryAttention) and module.causal]
-    return bool(causal) and not any(isinstance(attention.control, Softmax) for attention in causal)
+    return bool(causal) and not any(attention.control.grows for attention in causal)
 
 
 def most_tokens(model: PreTrainedModel) -> int | None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.core import has_values
-from abc_attn.kernels.native import native_rotate
+from abc_attn.kernels import rotate
 
 POSITIONS = ("absolute", "slot")
 
@@ -33,8 +32,7 @@ class Turn(NamedTuple):
         return cls(cos[:, None], torch.cat([-below, above], dim=-1)[:, None])
 
     def of(self, x: Tensor) -> Tensor:
-        turned = native_rotate(x, *self) if has_values(x) else None
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin) if turned is None else turned
+        return rotate(x, *self)
 
 
 class Rotation(NamedTuple):

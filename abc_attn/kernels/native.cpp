@@ -130,23 +130,35 @@ struct Kind {
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
      isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch}
 
-static Kind best() {
+// Every vector width that was compiled, widest first; `runs` says whether this CPU has its instructions.
+struct Width {
+    Kind kind;
+    bool (*runs)();
+};
+
+static const Width WIDTHS[] = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-    const char *wanted = getenv("ABC_ATTN_SIMD");
-    bool any = !wanted || !*wanted;
-    if ((any || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return Kind KIND(avx512);
-    if ((any || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return Kind KIND(avx2);
+    {KIND(avx512), [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     }},
+    {KIND(avx2), [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
-    return Kind KIND(portable);
+    {KIND(portable), [] { return true; }},
+};
+
+static const Kind *best() {
+    for (const Width &width : WIDTHS)
+        if (width.runs()) return &width.kind;
+    return nullptr;  // never: the portable width runs everywhere
 }
 
-static const Kind &kind() {
-    static const Kind chosen = best();
-    return chosen;
+static std::atomic<const Kind *> &chosen() {
+    static std::atomic<const Kind *> current{best()};
+    return current;
 }
+
+static const Kind &kind() { return *chosen().load(std::memory_order_relaxed); }
 
 // torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
@@ -238,7 +250,23 @@ void abc_rotate(int64_t batch, int64_t heads, int64_t d, const float *x, const f
         }
     }
 }
+// The vector width in use; those that this machine has, widest first (null after the last).
 const char *abc_kind() { return kind().name; }
+const char *abc_kind_at(int index) {
+    for (const Width &width : WIDTHS)
+        if (width.runs() && index-- == 0) return width.kind.name;
+    return nullptr;
+}
+// Use the vector width of this name; nonzero, and nothing changed, where this machine has none of that name. Not to be
+// called while a pass runs or waits for its backward pass: checkpoints are laid out by the width that wrote them.
+int abc_use(const char *name) {
+    for (const Width &width : WIDTHS)
+        if (width.runs() && !strcmp(width.kind.name, name)) {
+            chosen().store(&width.kind, std::memory_order_relaxed);
+            return 0;
+        }
+    return 1;
+}
 int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
 int abc_threads() { return parallel() != nullptr; }
 }
