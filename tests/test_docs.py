@@ -149,6 +149,15 @@ def test_the_glossary_names_what_exists():
         assert hasattr(import_module("abc_attn." + module.replace("/", ".")), name), (module, name)
 
 
+def test_the_design_has_every_room():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rooms = {
+        path.name for path in (ROOT / "abc_attn").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    missing = [room for room in sorted(rooms - {"__init__.py"}) if f"`{room.removesuffix('.py')}" not in text]
+    assert not missing
+
+
 def test_what_is_generated_is_up_to_date(generate, capsys):
     assert generate.main(["--check"]) == 0, capsys.readouterr().err
 
