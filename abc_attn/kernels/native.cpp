@@ -160,7 +160,7 @@ static std::atomic<const Kind *> &chosen() {
 
 static const Kind &kind() { return *chosen().load(std::memory_order_relaxed); }
 
-// torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
+// torch has loaded an OpenMP runtime into this process. Its threads are used: a second pool would compete for the cores.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 static Parallel parallel() {
