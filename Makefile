@@ -9,13 +9,14 @@ ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo bench test test-hf test-pretrained test-oracle test-sanitize check clean
+.PHONY: help setup demo bench test test-hf test-pretrained test-oracle test-sanitize check docs clean
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
 	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
 	@echo "make test           run the tests"
 	@echo "make check          run ruff and mypy"
+	@echo "make docs           write what is generated in the documentation"
 	@echo "make setup          build .venv only"
 	@echo "make test-sanitize  run the native kernels' tests under address and undefined-behaviour sanitizers"
 	@echo "make test-hf        run transformers' own tests of a model on the bounded ones"
@@ -69,6 +70,10 @@ test-sanitize: .venv/installed
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
 		tests/test_native.py tests/test_banded.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
+
+# What is generated: docs/api.md, the picture of the README, and every figure that comes from benchmarks/results.
+docs: .venv/installed
+	@$(BIN)/python docs/generate.py
 
 check: .venv/installed
 	@$(BIN)/ruff check .

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from abc_attn.attention import BoundedAttention
     from abc_attn.controls import CONTROLS, Control, make_control, register_control
-    from abc_attn.core import Memory, State, Write, read, write
-    from abc_attn.kernels import mlp_attention, scan
+    from abc_attn.core import Memory, Write
+    from abc_attn.kernels import mlp_attention, read, scan, write
+    from abc_attn.state import State
 
 # Imported on first use, so that `abc-attn --help` need not wait for torch.
 _HOME = {
@@ -16,14 +17,14 @@ _HOME = {
     "CONTROLS": "controls",
     "Control": "controls",
     "Memory": "core",
-    "State": "core",
+    "State": "state",
     "Write": "core",
     "make_control": "controls",
     "mlp_attention": "kernels",
-    "read": "core",
+    "read": "kernels",
     "register_control": "controls",
     "scan": "kernels",
-    "write": "core",
+    "write": "kernels",
 }
 __all__ = [
     "CONTROLS",

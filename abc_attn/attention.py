@@ -6,26 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from abc_attn.checks import check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
-from abc_attn.controls.offline import Packed
-from abc_attn.controls.positional import Softmax
-from abc_attn.core import (
-    Memory,
-    State,
-    cast,
-    check_padding,
-    empty_memory,
-    full_precision,
-    group_heads,
-    memory_dtype,
-    read,
-    write,
-)
-from abc_attn.kernels import check_backend, mean_attention, scan
+from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, memory_dtype
+from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, scan, write
 from abc_attn.kernels.banded import banded
+from abc_attn.kernels.door import Declined, refused
+from abc_attn.state import State
 
 
 class MemoryAttention(nn.Module):
@@ -57,10 +46,9 @@ class MemoryAttention(nn.Module):
     def describe_states(self) -> None:
         """Find out, once, what is asked for at every step: what the states of `control` look like."""
         self._described = self.control.describe()
-        inner = self.control.begin(1, self.num_kv_heads, torch.zeros(()))
-        self._inner_shapes = [tuple(part.shape[1:]) for part in inner or ()]
-        self._rows = None if isinstance(self.control, Softmax) else self.control.rows
-        band = self.control.band() if self.causal and self.backend != "reference" else None
+        self._inner_shapes = self.control.inner_shapes()
+        self._rows = None if self.control.grows else self.control.rows
+        band = self.control.band() if self.causal else None
         self._band = band if band is not None and band.window else None
 
     def attend(
@@ -81,39 +69,36 @@ class MemoryAttention(nn.Module):
         `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
         """
         if self._band is not None:
-            return banded(
-                q,
-                k,
-                v,
-                self._band,
-                state,
-                control=self._described,
-                scale=self.scale,
-                key_padding_mask=key_padding_mask,
-                dropout=self.dropout if self.training else 0.0,
-                to_sinks=to_sinks,
-                in_place=self.in_place,
-                native=self.backend != "torch",
-            )
+            options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
+            options |= {"control": self._described, "in_place": self.in_place, "backend": self.backend}
+            answer = banded(q, k, v, self._band, state, self.reading, **options)
+            if not isinstance(answer, Declined):
+                return answer
+            if to_sinks is not None:  # only a band has a query of its own for the sinks
+                raise refused(self.backend, answer)
         length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
         length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
-        if isinstance(self.control, Softmax):
+        if self.control.grows:
             out, state = self._exact(q, k, v, key_padding_mask, state, length)
         else:
             out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
         return cast(out, q.dtype), state._replace(cross=True) if cross else state
 
+    @property
+    def reading(self) -> Reading:
+        """How the memory is read, now: dropout falls in training alone."""
+        control, dropout = self.control, self.dropout if self.training else 0.0
+        return Reading(control.linear, control.floor, control.mask_empty, self.scale, dropout)
+
     def recall(self, q: Tensor, state: State) -> Tensor:
         """Read without writing: encoder self-attention and cross-attention."""
-        dropout = self.dropout if self.training else 0.0
-        if isinstance(self.control, Softmax):
-            return self._attend(q, state.memory, state.memory.used[:, :1, None])
-        memory, mask_empty = state.memory, self.control.mask_empty
+        if self.control.grows:
+            return exact_attention(q, state.memory, state.memory.used[:, :1, None], self.reading, self.backend)
+        memory, reading = state.memory, self.reading
         if state.readable is not None:
-            seen = state.readable & memory.used if mask_empty else state.readable.expand_as(memory.used)
-            memory, mask_empty = memory._replace(used=seen), True
-        options: dict[str, Any] = {"linear": self.control.linear, "floor": self.control.floor, "mask_empty": mask_empty}
-        return read(self._features(q), memory, **options, scale=self.scale, dropout=dropout)
+            seen = state.readable & memory.used if reading.mask_empty else state.readable.expand_as(memory.used)
+            memory, reading = memory._replace(used=seen), reading._replace(mask_empty=True)
+        return read(self._features(q), memory, **reading._asdict())
 
     def _bounded(
         self,
@@ -132,25 +117,20 @@ class MemoryAttention(nn.Module):
         if below is not None:
             assert inner is not None
             inner = (below, *inner[1:])
-        options: dict[str, Any] = {
-            "mask_empty": self.control.mask_empty,
-            "scale": self.scale,
-            "key_padding_mask": key_padding_mask,
-            "dropout": self.dropout if self.training else 0.0,
-            "backend": self.backend,
-        }
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "backend": self.backend}
         weights = self.control.log_weights(source)
         if weights is not None:
             assert inner is not None
-            out, memory, log_total = mean_attention(q, k, v, weights, memory, inner[0], causal=self.causal, **options)
+            out, memory, log_total = mean_attention(
+                q, k, v, weights, memory, inner[0], self.reading, causal=self.causal, **options
+            )
             return out, State(memory, (log_total,), length, self._described)
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].expand(len(k), -1, -1).clone()
         if self.causal:
-            options |= {"linear": self.control.linear, "floor": self.control.floor}
-            out, memory = scan(self._features(q), k, v, decided, memory, **options)
+            out, memory = scan(self._features(q), k, v, decided, memory, **self.reading._asdict(), **options)
             return out, State(memory, inner, length, self._described, readable)
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
         state = State(memory, inner, length, self._described, readable)
@@ -182,12 +162,12 @@ class MemoryAttention(nn.Module):
         memory = Memory(
             torch.cat([old.k, k.to(dtype)], dim=2), torch.cat([old.v, v.to(dtype)], dim=2), used.to(dtype), used
         )
-        if self.causal and state is None and key_padding_mask is None and self.backend != "reference":
-            return self._sdpa(q, memory, None), State(memory, None, length, self._described)
-        seen = used[:, :1, None]
-        if self.causal:
-            seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
-        out = self._attend(q, memory, seen)
+        seen = None  # the tokens up to the query's own
+        if not (self.causal and state is None and key_padding_mask is None):
+            seen = used[:, :1, None]
+            if self.causal:
+                seen = seen & torch.ones(t, used.shape[2], dtype=torch.bool, device=k.device).tril(used.shape[2] - t)
+        out = exact_attention(q, memory, seen, self.reading, self.backend)
         if key_padding_mask is not None:  # a token's slot is its position, whatever padding stood around it
             out = out.masked_fill(key_padding_mask[:, None, :, None], 0) if self.causal else out
             order = (~used[:, 0]).sort(dim=1, stable=True).indices[:, : max(1, int(length.max()))]
@@ -197,35 +177,6 @@ class MemoryAttention(nn.Module):
             kept = memory.used[..., None]
             memory = memory._replace(k=memory.k.where(kept, 0), v=memory.v.where(kept, 0))
         return out, State(memory, None, length, self._described)
-
-    def _attend(self, q: Tensor, memory: Memory, seen: Tensor) -> Tensor:
-        """softmax(K q) over the tokens in `seen`, `b 1 t n`; zeros where there is none."""
-        if self.backend == "reference":
-            dropout = self.dropout if self.training else 0.0
-            seen = seen.expand(-1, self.num_kv_heads, q.shape[2], -1)
-            steps = range(q.shape[2])
-            masked = [memory._replace(used=seen[:, :, t]) for t in steps]
-            return torch.cat(
-                [read(q[:, :, t, None], masked[t], mask_empty=True, scale=self.scale, dropout=dropout) for t in steps],
-                dim=2,
-            )
-        blind = ~seen.any(-1, keepdim=True)
-        return self._sdpa(q, memory, seen | blind).masked_fill(blind, 0)
-
-    def _sdpa(self, q: Tensor, memory: Memory, seen: Tensor | None) -> Tensor:
-        """Over the tokens in `seen`; None: over those up to the query's own."""
-        with full_precision(q):
-            out = F.scaled_dot_product_attention(
-                q.to(memory.k.dtype),
-                memory.k,
-                memory.v,
-                attn_mask=seen,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=seen is None,
-                scale=self.scale,
-                enable_gqa=self.num_heads != self.num_kv_heads,
-            )
-        return out.to(q.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -321,7 +272,7 @@ class BoundedAttention(MemoryAttention):
             self._check_shared(control, slots, site, control_options)
             self.control = control
         else:
-            packs = isinstance(control, str) and issubclass(CONTROLS.get(control.partition(":")[0], Control), Packed)
+            packs = isinstance(control, str) and CONTROLS.get(control.partition(":")[0], Control).packs
             if packs and context_dim != embed_dim:  # P is the queries' side's, like what the next layer gets of it
                 control_options = {"packed_dim": embed_dim} | control_options
             self.control = make_control(control, slots, **site, **control_options)
@@ -357,7 +308,7 @@ class BoundedAttention(MemoryAttention):
             k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
             options = {"key_padding_mask": key_padding_mask, "state": state, "below": below}
             out, state = self.attend(source, q, k, v, **options, cross=context is not None)  # type: ignore[arg-type]
-            if isinstance(self.control, Packed):  # P' = MultiHead(P, X, X): the tokens as P's queries see them
+            if self.control.packs:  # P' = MultiHead(P, X, X): the tokens as P's queries see them
                 heads = state.memory.v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
                 packed = self.out_proj(heads.transpose(1, 2).flatten(2).to(v.dtype))
                 state = state._replace(packed=packed.masked_fill((state.length == 0)[:, None, None], 0))
@@ -405,14 +356,14 @@ class BoundedAttention(MemoryAttention):
                     f"{self.control.title()} needs the whole sequence at once; it cannot append to a state"
                 )
         if below is not None:
-            if not isinstance(self.control, Packed):
+            if not self.control.packs:
                 raise ValueError(
                     f"below= is for controls carried by depth (luna, workspace), not {self.control.title()}"
                 )
             if not isinstance(below, Tensor) or not below.is_floating_point():
                 given = below.dtype if isinstance(below, Tensor) else type(below).__name__
                 raise TypeError(f"below must be a floating point Tensor, the state.packed of a layer, got {given}")
-            expected = (len(x), *self.control.packed.shape)
+            expected = (len(x), self.control.slots, self.embed_dim)
             if below.shape != expected:
                 raise ValueError(f"below must have shape {expected} (batch, slots, width), got {tuple(below.shape)}")
             if state is not None:
@@ -429,9 +380,9 @@ class BoundedAttention(MemoryAttention):
                 raise ValueError(
                     f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}"
                 )
-        if isinstance(control, Packed) and control.packed.shape[1] != self.embed_dim:
+        if control.packs and control.packed_width != self.embed_dim:
             raise ValueError(
-                f"the control passed in packs into a width of {control.packed.shape[1]}, this attention's is "
+                f"the control passed in packs into a width of {control.packed_width}, this attention's is "
                 f"{self.embed_dim}; build it with packed_dim={self.embed_dim}"
             )
 

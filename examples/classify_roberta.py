@@ -49,7 +49,7 @@ def main(folder: str | None = None, steps: int = 60) -> float:
     ids, labels = toy_batch(256)
     with torch.no_grad():
         right = float((model(input_ids=ids).logits.argmax(-1) == labels).float().mean())
-    print(f"{right:.0%} of new texts are classified rightly")
+    print(f"{right:.0%} of new texts are classified correctly")
     return right
 
 

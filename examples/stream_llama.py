@@ -25,16 +25,16 @@ def main(folder: str | None = None, file: str = "state.safetensors") -> list[int
     model = convert(model.eval(), "global:4+window:28", positions="slot")
     cache, bytes_held = BoundedCache(), []
     with torch.no_grad():
-        for _ in range(8):  # 800 tokens, of which a model with 64 positions has never seen the like
+        for _ in range(8):  # 800 tokens, for a model with 64 positions
             model(torch.randint(3, 100, (1, 100)), past_key_values=cache)
             bytes_held.append(state_bytes(cache))
             print(f"{cache.get_seq_length():4} tokens read, {bytes_held[-1]:,} bytes held")
-    save_state(cache, file)  # and, perhaps in another process and on another day:
+    save_state(cache, file)  # then, perhaps in another process on another day:
     cache = load_state(file)
     new = torch.tensor([[5, 6, 7]])
     mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.int64)  # it counts what was read before
     made = model.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=10, pad_token_id=0)
-    print("goes on with", made[0, 3:].tolist())
+    print("continues with", made[0, 3:].tolist())
     return bytes_held
 
 

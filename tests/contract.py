@@ -35,7 +35,6 @@ VARIANTS = [
     Case("mlp:{n}", {"activation": "relu"}),
     Case("mlp:{n}", {"activation": "sigmoid"}),
     Case("mlp:{n}", {"activation": "softmax", "temperature": 0.3}),
-    Case("mlp:{n}", {"activation": "softmax", "normalization": "replace", "temperature": 0.3}),
     Case("mlp:{n}", {"normalization": "write"}),
     Case("mlp:{n}", {"normalization": "write", "gate": True}),
     Case("mlp:{n}", {"activation": "relu", "gate": True}),

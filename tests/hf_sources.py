@@ -1,7 +1,9 @@
-"""Tiny models of transformers to convert, one of every supported class, and batches for them."""
+"""Tiny Hugging Face models to convert, one of every supported class, and batches for them."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -9,38 +11,22 @@ import transformers
 from torch import Tensor
 
 from abc_attn import CONTROLS
+from abc_attn.hf import convert
+from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.models import BOUNDED
 
 VOCABULARY, PAD, END = 61, 1, 2
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    },
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "bert": {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-    },
-    "marian": {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 128,
-        "decoder_start_token_id": PAD, "forced_eos_token_id": None,
-    },
-}  # fmt: skip
-SIZES["roberta"], SIZES["bart"] = SIZES["bert"], SIZES["marian"]
 CLASSES = sorted(BOUNDED, key=lambda cls: cls.__name__)
 GENERATING = [cls for cls in CLASSES if cls.can_generate()]
 
-# One class for each family, which share their attention; BERT and RoBERTa as decoders.
-BODIES = [
-    transformers.LlamaForCausalLM,
-    transformers.GPT2LMHeadModel,
-    transformers.BertLMHeadModel,
-    transformers.RobertaForCausalLM,
-    transformers.MarianMTModel,
-    transformers.BartForConditionalGeneration,
-]
+
+def body(family: Family) -> type:
+    """The family's class that generates: an encoder-decoder if it has one, else a decoder (BERT and RoBERTa too)."""
+    kinds = (family.class_name(kind) for kind in ("ForConditionalGeneration", "ForCausalLM"))
+    return next(getattr(transformers, name) for name in kinds if hasattr(transformers, name))
+
+
+BODIES = [body(family) for family in FAMILIES]
 # Every control that can decode, by name, slots and options.
 SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "softmax": None}
 ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
@@ -55,10 +41,17 @@ NO_DROPOUT = dict.fromkeys(KINDS_OF_DROPOUT.split(), 0.0)
 
 def source(cls: type, **changed: Any) -> Any:
     """A model of `cls` with random weights, large enough for its logits to be far from uniform."""
+    model = copy.deepcopy(_source(cls, **changed))
+    torch.manual_seed(7)  # what is drawn next does not depend on whether the model was made before
+    return model
+
+
+@functools.cache
+def _source(cls: type, **changed: Any) -> Any:
     torch.manual_seed(7)
-    family = cls.config_class.model_type
-    sizes = SIZES[family] | {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 0}
-    if "CausalLM" in cls.__name__ or cls.__name__ == "BertLMHeadModel":
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": 0}
+    sizes = {**BOUNDED[cls].family.tiny, **tokens}
+    if BOUNDED[cls].__name__.endswith("ForCausalLM"):
         sizes |= {"is_decoder": True}
     model = cls(cls.config_class(**(sizes | changed))).eval()
     with torch.no_grad():
@@ -68,6 +61,16 @@ def source(cls: type, **changed: Any) -> Any:
     if model.can_generate():
         model.generation_config.update(max_new_tokens=8, min_new_tokens=8, pad_token_id=PAD, eos_token_id=END)
     return model
+
+
+def bounded(cls: type, control: str, slots: int | None = None, **options: Any) -> Any:
+    """source(cls), converted: one for all tests that ask for it. They must leave it as it is."""
+    return _bounded(cls, control, slots, tuple(options.items()))
+
+
+@functools.cache
+def _bounded(cls: type, control: str, slots: int | None, options: tuple[tuple[str, Any], ...]) -> Any:
+    return convert(source(cls), control, slots, **dict(options))
 
 
 def batch(left: bool, seed: int = 3) -> dict[str, Tensor]:

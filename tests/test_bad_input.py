@@ -152,7 +152,7 @@ TENSORS = {
     "an unknown backend": (
         lambda: scan(q, k, v, phi(), backend="trition"),
         "'trition'",
-        "'auto', 'reference', 'torch'",
+        "'auto', 'native', 'torch', 'reference'",
     ),
     "an unknown backend, not causal": (
         lambda: mlp_attention(q, k, v, heads(B, H, T, N), causal=False, backend="fast"),
@@ -207,12 +207,6 @@ BUILDING = {
     "an option of no part": (lambda: attn("window:4+mlp:4", ratio=3), "'ratio'", "normalization"),
     "an option where there is none": (lambda: attn("softmax", gate=True), "'gate'", "none"),
     "an unknown activation": (lambda: attn(activation="tanh"), "'tanh'", "exp, relu, sigmoid, softmax"),
-    "a replacement of more than all": (lambda: attn(normalization="replace"), "'replace'", "sigmoid, softmax"),
-    "a replacement with a gate": (
-        lambda: attn(normalization="replace", activation="softmax", gate=True),
-        "'replace'",
-        "leave out gate",
-    ),
     "no temperature": (lambda: attn(temperature=0), "got 0", "temperature must be above 0"),
     "an unknown normalization": (lambda: attn(normalization="sum"), "'sum'", "mean, write"),
     "dilation 0": (lambda: attn("dilated", dilation=0), "dilation", "from 1, got 0"),
@@ -386,14 +380,13 @@ def test_calling(call, given, accepted):
 
 
 def test_native_by_name_is_native_or_an_error(monkeypatch):
-    monkeypatch.setattr("abc_attn.kernels.LIBRARY", "no C++ compiler was found")
+    monkeypatch.setattr("abc_attn.kernels.native.LIBRARY", "no C++ compiler was found")
+    monkeypatch.setattr("abc_attn.kernels.native._AVAILABLE", False)
     for call in (
         lambda: attn(backend="native"),
         lambda: scan(q, k, v, phi(), backend="native"),
     ):
-        with pytest.raises(
-            ValueError, match=r"'native' is not to be had here: no C\+\+ compiler was found. Take 'auto'"
-        ):
+        with pytest.raises(ValueError, match=r"'native' is unavailable: no C\+\+ compiler was found. Use 'auto'"):
             call()
     attn(causal=True)(tokens())
 

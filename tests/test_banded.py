@@ -9,9 +9,10 @@ from test_contract import assert_same_state
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
 from abc_attn.controls.positional import Window
-from abc_attn.core import Band, empty_memory
-from abc_attn.kernels import banded
-from abc_attn.kernels.native import LIBRARY, native_band, native_ring_step
+from abc_attn.core import Band, Reading, empty_memory
+from abc_attn.kernels import banded, blocks, native
+from abc_attn.kernels.banded import Place, Stretch, Token
+from abc_attn.kernels.door import Declined
 
 BANDED = [
     Case("window:{n}"),
@@ -25,7 +26,7 @@ every_band = pytest.mark.parametrize("case", BANDED, ids=str)
 
 @pytest.fixture(params=[4, 7, 192])
 def block(request, monkeypatch):
-    monkeypatch.setattr(banded, "BLOCK", request.param)
+    monkeypatch.setattr(blocks, "BLOCK", request.param)
 
 
 @pytest.fixture
@@ -34,8 +35,9 @@ def calls(monkeypatch):
     found = []
 
     def spy(q, k, v, band, *rest, **options):
-        found.append(band)
-        return original(q, k, v, band, *rest, **options)
+        answer = original(q, k, v, band, *rest, **options)
+        found.extend([] if isinstance(answer, Declined) else [band])
+        return answer
 
     original = banded.banded
     monkeypatch.setattr("abc_attn.attention.banded", spy)
@@ -216,7 +218,7 @@ def by_two_queries(q, to_sinks, k, v, sinks, window):
 def test_sinks_may_have_a_query_of_their_own(sinks, window, pieces, in_place, block):
     q, to_sinks, k, v = (torch.randn(2, heads, 30, 4, dtype=torch.float64) for heads in (4, 4, 2, 2))
     expected = by_two_queries(q, to_sinks, k, v, sinks, window)
-    options = {"control": "", "scale": 0.3, "key_padding_mask": None, "dropout": 0.0, "in_place": in_place}
+    options = {"reading": Reading(scale=0.3), "control": "", "in_place": in_place}
     state, out = None, []
     with torch.no_grad():
         for piece in torch.arange(30).split(pieces):
@@ -226,7 +228,7 @@ def test_sinks_may_have_a_query_of_their_own(sinks, window, pieces, in_place, bl
     assert error(torch.cat(out, 2), expected) <= 1e-12
 
 
-@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+@pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels are not there")
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("sinks", "window"), [(0, 37), (4, 16), (3, 130)])
 @pytest.mark.parametrize(("d", "e"), [(16, 16), (64, 64), (32, 80)])
@@ -243,19 +245,23 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (after_k, after_v))
     scores = q.double() @ keys.mT * 0.3
     scores[..., :sinks] = to_sinks.double() @ keys[:, :, :sinks].mT * 0.3
-    found = native_ring_step(q, second, k, v, memory, rows, sinks, 0.3)
+
+    def step(q=q, k=k, memory=memory, rows=rows):
+        place = Place(rows[:, 0, 0, 0], rows, True, rows[:, 0, 0, 0] + 1, (), None)
+        band, reading = Band(sinks, window), Reading(scale=0.3)
+        return native.band_step(Token(q, second, k, v, memory, place, band, reading, None, in_place=True))
+
+    found, _ = step()
     assert error(found.double(), scores.softmax(-1) @ values) <= 2e-6
     assert torch.equal(memory.k, after_k)
     assert torch.equal(memory.v, after_v)
     # What does not fit together is not touched.
     shorter = memory._replace(v=memory.v[:, :, 1:].contiguous())
-    assert native_ring_step(q, second, k, v, shorter, rows, sinks, 0.3) is None
-    assert native_ring_step(q, second, k, v, memory, rows[:1], sinks, 0.3) is None
-    assert native_ring_step(q[:1], second, k, v, memory, rows, sinks, 0.3) is None
-    assert native_ring_step(q, second, k[:, :1], v, memory, rows, sinks, 0.3) is None
+    for unfit in ({"memory": shorter}, {"rows": rows[:1]}, {"q": q[:1]}, {"k": k[:, :1]}):
+        assert isinstance(step(**unfit), Declined)
 
 
-@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+@pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels are not there")
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("sinks", [0, 1, 4, 17])
 @pytest.mark.parametrize("window", [1, 7, 64, 230, 600])
@@ -263,8 +269,8 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
 def test_native_bands_are_those_of_torch(groups, sinks, window, d, e, monkeypatch):
     """Chunks of many lengths, of two sequences of which one has padding; torch in fp64 beside them."""
     taken = []
-    native = banded.native_band
-    monkeypatch.setattr(banded, "native_band", lambda *given: taken.append(native(*given)) or taken[-1])
+    original = native.band
+    monkeypatch.setattr(native, "band", lambda stretch: taken.append(original(stretch)) or taken[-1])
     states = {torch.float32: None, torch.float64: None}
     for number, t in enumerate((150, 2, 97, 300)):
         inputs = [torch.randn(2, 2, t, width, dtype=torch.float64) for width in (d, e)]
@@ -276,47 +282,31 @@ def test_native_bands_are_those_of_torch(groups, sinks, window, d, e, monkeypatc
             k, v, by, second = (x.to(dtype) for x in (*inputs, q, to_sinks))
             found[dtype], states[dtype] = banded.banded(
                 *(by, k, v, Band(sinks, window, 1), state),
+                Reading(scale=0.3),
                 control="",
-                scale=0.3,
-                dropout=0.0,
                 key_padding_mask=padding if padding.any() else None,
                 to_sinks=second if sinks and number else None,
             )
         assert error(found[torch.float32].double(), found[torch.float64]) <= 1e-5  # the contract's
-    assert [x is None for x in taken] == [False, True] * 4
+    assert [isinstance(x, Declined) for x in taken] == [False, True] * 4
 
 
-@pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
+@pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels are not there")
 def test_a_native_band_of_what_does_not_fit_is_not_read():
     q, k, v, to_sinks = torch.randn(4, 2, 2, 40, 16)
-    sinks, count = (k[:, :, :3], v[:, :, :3]), torch.zeros(2, dtype=torch.int64)
-    given = {
-        "q": q,
-        "to_sinks": to_sinks,
-        "sinks": sinks,
-        "k": k,
-        "v": v,
-        "window": 8,
-        "missing": count,
-        "count": count,
-    }
-    assert native_band(**given, scale=1.0) is not None
-    unfit = {
-        "q": q[:1],
-        "to_sinks": q[:, :1],
-        "sinks": (sinks[0], sinks[1][:, :, :2]),
-        "v": v[:, :, 1:],
-        "count": count[:1],
-    }
-    for name, wrong in (unfit | {"k": k[:, :1], "missing": count[:1]}).items():
-        assert native_band(**given | {name: wrong}, scale=1.0) is None
+    count = torch.zeros(2, dtype=torch.int64)
+    stretch = Stretch(q, to_sinks, k[:, :, :3], v[:, :, :3], k, v, count, count, Band(3, 8), Reading(scale=1.0))
+    assert not isinstance(native.band(stretch), Declined)
+    unfit = {"q": q[:1], "to_sinks": q[:, :1], "sink_v": v[:, :, :2], "v": v[:, :, 1:], "k": k[:, :1]}
+    for name, wrong in (unfit | {"before": count[:1], "missing": count[:1]}).items():
+        assert isinstance(native.band(stretch._replace(**{name: wrong})), Declined), name
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_torch_backend_leaves_bands_to_torch(backend, monkeypatch):
     taken = []
-    native = banded.native_band
-    monkeypatch.setattr(banded, "native_band", lambda *given: taken.append(1) or native(*given))
+    original = native.band
+    monkeypatch.setattr(native, "band", lambda stretch: taken.append(1) or original(stretch))
     attention = BoundedAttention(32, 2, "window:5", causal=True, backend=backend)
     with torch.no_grad():
         attention(torch.randn(1, 12, 32))
@@ -325,9 +315,8 @@ def test_the_torch_backend_leaves_bands_to_torch(backend, monkeypatch):
 
 def test_a_native_band_is_left_to_torch_where_gradients_are_asked_for():
     q, k, v = torch.randn(3, 1, 2, 40, 16)
-    options = {"control": "", "scale": None, "dropout": 0.0, "key_padding_mask": None}
-    plain, _ = banded.banded(q, k, v, Band(2, 8, 1), None, **options)
-    followed, _ = banded.banded(q, k.requires_grad_(), v, Band(2, 8, 1), None, **options)
+    plain, _ = banded.banded(q, k, v, Band(2, 8, 1), None, control="")
+    followed, _ = banded.banded(q, k.requires_grad_(), v, Band(2, 8, 1), None, control="")
     assert not plain.requires_grad
     assert followed.requires_grad
     torch.testing.assert_close(plain, followed.detach())
@@ -337,8 +326,7 @@ def test_the_query_of_the_sinks_has_its_gradient(block):
     inputs = [torch.randn(2, heads, 30, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 4, 2, 2)]
     q, to_sinks, k, v = inputs
     mixture = torch.randn(2, 4, 30, 4, dtype=torch.float64)
-    options = {"control": "", "scale": 0.3, "key_padding_mask": None, "dropout": 0.0}
-    out, _ = banded.banded(q, k, v, Band(2, 5), None, to_sinks=to_sinks, **options)
+    out, _ = banded.banded(q, k, v, Band(2, 5), None, Reading(scale=0.3), to_sinks=to_sinks, control="")
     found = torch.autograd.grad((out * mixture).sum(), inputs)
     expected = torch.autograd.grad((by_two_queries(*inputs, 2, 5) * mixture).sum(), inputs)
     assert gradient_error(found, expected) <= 1e-11

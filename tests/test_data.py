@@ -1,12 +1,11 @@
 """Text to tokens: what is counted, what is refused, and that a cache is whole or absent."""
 
 import lzma
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from abc_attn.data import Copy, Recall, Segments, Source, Streams, build_corpus, find_files
+from abc_attn.data import Copy, Recall, Segments, Source, build_corpus, find_files
 
 TEXT = {
     "train": " = Title = \n\n the cat sat on the mat \n the <unk> sat \n",
@@ -52,7 +51,7 @@ def test_byte_pairs_give_back_the_text(folder, tmp_path):
     corpus = build_corpus(Source(find_files(folder)), tmp_path / "cache", "bpe", vocab_size=270)
     assert corpus.tokenizer.decode(corpus.tokens["train"]) == TEXT["train"]
     assert corpus.tokenizer(TEXT["test"])["input_ids"] == corpus.tokens["test"].tolist()
-    assert corpus.words == {"train": 16, "validation": 4, "test": 4}  # words, not pieces
+    assert corpus.words == {"train": 16, "validation": 4, "test": 4}  # words, not tokens
     assert len(corpus.tokenizer) <= 270
 
 
@@ -113,8 +112,13 @@ def test_missing_text_is_an_error(folder, tmp_path):
         find_files(folder)
     with pytest.raises(ValueError, match="one of word, bpe, got 'char'"):
         build_corpus(Source({}), tmp_path / "cache", "char")
-    with pytest.raises(ValueError, match="vocab_size"):
-        build_corpus(Source({}), tmp_path / "cache", "bpe")
+    for size, said in ((None, "needs a vocab_size"), (256, "at least 257 .*, got 256")):
+        with pytest.raises(ValueError, match=said):
+            build_corpus(Source({}), tmp_path / "cache", "bpe", vocab_size=size)
+    with pytest.raises(ValueError, match=r"at least 3 \(<unk>, <eos> and a word\), got 2"):
+        build_corpus(Source({}), tmp_path / "cache", vocab_size=2)
+    with pytest.raises(FileNotFoundError, match="no train text at"):
+        build_corpus(Source({"train": tmp_path / "none"}), tmp_path / "cache")
 
 
 def test_the_datasets_library_gives_the_same_tokens(folder, tmp_path, monkeypatch):
@@ -144,22 +148,6 @@ def test_segments_go_through_the_text_once_a_pass():
     assert (Segments(tokens, 32, 90, seed=6)[77]["input_ids"] != late["input_ids"]).any()
     with pytest.raises(ValueError, match="1000 tokens, fewer than two segments of 501"):
         Segments(tokens, length=501, total=1, seed=0)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_streams_go_on_where_they_were(processes):
-    tokens, rows, length = np.arange(1000, dtype=np.uint16), 3, 32
-    data = Streams(tokens, length, total=10_000, rows=rows, processes=processes)
-    for process in range(processes):
-        batches = [
-            [data[(turn * processes + process) * rows + row]["input_ids"].numpy() for row in range(rows)]
-            for turn in range(40)
-        ]
-        for before, after in pairwise(batches):
-            for row in range(rows):
-                assert after[row][0] == (before[row][-1] + 1) % 1000
-    first = {int(data[i]["input_ids"][0]) for i in range(rows * processes)}
-    assert len(first) == rows * processes
 
 
 def test_recall_asks_for_the_value_of_each_key():

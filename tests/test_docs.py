@@ -1,21 +1,24 @@
-"""The documentation is run: its code, its table of controls, its links, and the places in the code it names."""
+"""The documentation is run: its code, its links, the places in the code it names, and what is generated in it."""
 
 from __future__ import annotations
 
 import ast
 import re
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from abc_attn import CONTROLS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", ROOT / "benchmarks" / "README.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 EXAMPLE = ROOT / "docs" / "writing-a-control.md"
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
@@ -33,6 +36,19 @@ def table(page: Path, heading: str) -> list[dict[str, str]]:
     head, _, *body = rows
     assert all(len(row) == len(head) for row in body), "a cell contains |"
     return [dict(zip(head, row, strict=True)) for row in body]
+
+
+def load(path: Path) -> ModuleType:
+    """A Python file that is no part of the package."""
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return load(ROOT / "docs" / "generate.py")
 
 
 @pytest.fixture
@@ -73,9 +89,9 @@ def test_readme_lists_the_controls():
         row = listed[name]
         assert row["paper"] == control.paper, name
         assert row["causal"] == ("yes" if control.online else "no"), name
-        call = ast.parse(f"control({row['options'].strip('`')})", mode="eval").body
+        call = ast.parse(f"control({row['options and defaults'].strip('`')})", mode="eval").body
         assert {option.arg: ast.literal_eval(option.value) for option in call.keywords} == control.options(), name
-        assert ("linear read" in row["what a token writes"]) == control.linear, name
+        assert (row["read"] == "linear") == control.linear, name
 
 
 def test_maths_names_what_exists():
@@ -106,7 +122,81 @@ def test_links_lead_somewhere(page):
 
 def test_readme_gives_commands_that_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)
-    assert {"make demo\n", "make test\n"} <= set(commands)
-    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    assert {target for command in commands for target in re.findall(r"^make (\S+)", command, re.M)} <= targets
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S)
+    named = {target for block in blocks for target in re.findall(r"^make (\S+)", block, re.M)}
+    assert {"demo", "test"} <= named <= make_targets()
+
+
+def test_contributing_names_targets_that_exist():
+    named = re.findall(r"`make ([\w-]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 5
+    assert set(named) <= make_targets()
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+def test_the_glossary_names_what_exists():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([\w ]+) \|", text, re.M)
+    words = [word for word in words if word != "word"]
+    assert len(words) > 40
+    assert len(words) == len(set(words)), "a word with two meanings"
+    places = re.findall(r"`([\w/]+)\.py: (\w+)`", text)
+    assert len(places) > 10
+    for module, name in places:
+        assert hasattr(import_module("abc_attn." + module.replace("/", ".")), name), (module, name)
+
+
+def test_the_design_has_every_room():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rooms = {
+        path.name for path in (ROOT / "abc_attn").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    missing = [room for room in sorted(rooms - {"__init__.py"}) if f"`{room.removesuffix('.py')}" not in text]
+    assert not missing
+
+
+def test_what_is_generated_is_up_to_date(generate, capsys):
+    assert generate.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_figure_that_changed_is_noticed(generate, monkeypatch, capsys):
+    measured = generate.results
+
+    def faster(name):
+        rows, provenance = measured(name)
+        return [row | {"ratio_sdpa": (row["ratio_sdpa"] or 0) * 1.1, "state_bytes": 1.0} for row in rows], provenance
+
+    monkeypatch.setattr(generate, "results", faster)
+    assert generate.main(["--check"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0] for line in said] == ["README.md", "benchmarks/README.md", "docs/gain.svg"]
+    assert all("make docs" in line for line in said)
+
+
+def test_the_api_page_has_every_public_name():
+    import abc_attn.hf
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for module in (abc_attn, abc_attn.hf):
+        shown = text.split(f"\n## {module.__name__}\n")[1].split("\n## ")[0]
+        names = set(re.findall(r"^### (\w+)$", shown, re.M)) | set(re.findall(r"^\| `(\w+)` \|", shown, re.M))
+        public = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
+        assert public <= names
+
+
+def test_no_speed_is_typed_into_the_readme(generate):
+    typed = generate.BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert not re.search(r"\d ?(ms|us|µs|x|times|tokens/s|GFLOP/s|GB|MB|kB)\b", typed)
+
+
+@pytest.mark.parametrize("source", [None, "SOURCE/"])
+def test_a_package_index_gets_no_relative_link(source):
+    index_readme = load(ROOT / "setup.py").index_readme
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+    targets = re.findall(r"\]\(([^)\s]+)\)", index_readme(text, source))
+    assert all(target.startswith(("https://", "#", "SOURCE/blob/main/", "SOURCE/raw/main/docs/")) for target in targets)
+    assert len(targets) > (1 if source else 0)
+    assert ("SOURCE/raw/main/docs/gain.svg" in targets) == (source is not None)

@@ -111,10 +111,13 @@ def test_pipelines(task, cls, text, found, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["convert", "{}/t5", "{}/new"], "T5Model, of no supported family; supported are bart, bert, gpt2"),
+        (
+            ["convert", "{}/t5", "{}/new"],
+            "T5Model is not supported; the supported families are Llama, GPT-2, BERT, RoBERTa, Marian, BART. How",
+        ),
         (
             ["convert", "{}/tagger", "{}/new"],
-            "LlamaForTokenClassification, which is not supported; of llama these are: LlamaModel, LlamaForCausalLM, Ll",
+            "LlamaForTokenClassification is not supported; of its family these are: LlamaModel, LlamaForCausalLM, Lla",
         ),
         (["convert", "{}/llama", "{}/new", "--control", "luna"], "'luna' cannot be causal"),
         (["convert", "{}/llama", "{}/new", "--control", "mpl"], "unknown control 'mpl'"),

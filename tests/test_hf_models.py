@@ -20,7 +20,9 @@ from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
 from abc_attn.hf.models import BOUNDED  # noqa: E402
 
 LLAMA, BERT, BART = transformers.LlamaForCausalLM, transformers.BertForMaskedLM, transformers.BartModel
-MARIAN = transformers.MarianMTModel
+MARIAN, TAGGER = transformers.MarianMTModel, transformers.LlamaForTokenClassification
+LLAMA_CONFIG = transformers.LlamaConfig(**hf.BoundedLlamaModel.family.tiny)
+T5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=8)
 
 
 def attentions(model):
@@ -146,7 +148,15 @@ def test_controls_that_need_the_whole_sequence_serve_encoders():
         (lambda: hf.convert(source(BART), "mlp", {"self": 4, "cross": 4}, where=["self"]), "these are: self"),
         (lambda: hf.convert(source(LLAMA), "mlp", {}), "these are: self"),
         (lambda: hf.convert(hf.convert(source(LLAMA), "mlp")), "already"),
-        (lambda: hf.convert(torch.nn.Linear(2, 2)), "a Linear cannot be converted; supported: Bart"),
+        (
+            lambda: hf.convert(torch.nn.Linear(2, 2)),
+            "Linear is not supported; the supported families are Llama, GPT-2",
+        ),
+        (lambda: hf.convert(transformers.T5Model(T5)), "T5Model is not supported.*How to add one: docs/huggingface.md"),
+        (
+            lambda: hf.convert(TAGGER(LLAMA_CONFIG)),
+            "of its family these are: LlamaModel, LlamaForCausalLM",
+        ),
     ],
 )
 def test_mistakes_are_explained(make, said):
@@ -177,8 +187,8 @@ def test_half_precision_keeps_the_memory_whole():
     assert model.generate(**batch(left=True)).shape == (3, 20)
 
 
-# Training. The script is run by itself, and by torchrun in two processes. By SGD: where only one feature of a query
-# is alive, its gradient is zero but for rounding, and Adam would make of that rounding a step of full size.
+# Training. The script is run in one process, and by torchrun in two. With SGD: where only one feature of a query is
+# alive, its gradient is zero except for rounding, and Adam would turn that rounding into a step of full size.
 
 SCRIPT = """
 import sys, json, torch

@@ -15,7 +15,7 @@ from abc_attn.hf import convert  # noqa: E402
 LLAMA = transformers.LlamaForCausalLM
 
 
-def turned(x, position, frequencies):
+def rotated(x, position, frequencies):
     angle = position[:, None].double() * frequencies.double()
     angle = torch.cat([angle, angle], dim=-1)
     return x.double() * angle.cos() + rotate_half(x.double()) * angle.sin()
@@ -33,16 +33,16 @@ def naive(model, x, sinks, window):
         heads = []
         for head in range(attention.num_heads):
             group = head // (attention.num_heads // attention.num_kv_heads)
-            query = turned(q[t, head, None], torch.tensor([min(t, slots - 1)]), frequencies)
-            scores = turned(k[seen, group], at, frequencies) @ query[0] * d**-0.5
+            query = rotated(q[t, head, None], torch.tensor([min(t, slots - 1)]), frequencies)
+            scores = rotated(k[seen, group], at, frequencies) @ query[0] * d**-0.5
             heads.append(scores.softmax(0) @ v[seen, group].double())
         out.append(torch.cat(heads))
     return attention.o_proj(torch.stack(out).to(x.dtype))
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(2, 5), (0, 5), (3, 1)])
-@pytest.mark.parametrize("pieces", [[24], [9, 1, 1, 1, 12], [1] * 24, [3, 4, 17]])
-def test_it_is_what_it_says_for_every_query_of_every_chunk(sinks, window, pieces):
+@pytest.mark.parametrize("chunks", [[24], [9, 1, 1, 1, 12], [1] * 24, [3, 4, 17]])
+def test_it_is_what_it_says_for_every_query_of_every_chunk(sinks, window, chunks):
     control = f"global:{sinks}+window:{window}" if sinks else f"window:{window}"
     model = convert(source(LLAMA), control, positions="slot")
     taken = {}
@@ -52,8 +52,8 @@ def test_it_is_what_it_says_for_every_query_of_every_chunk(sinks, window, pieces
     )
     ids, found, cache = torch.randint(3, 60, (1, 24)), [], None
     with torch.no_grad():
-        for piece in ids.split(pieces, dim=1):
-            cache = model(piece, past_key_values=cache).past_key_values
+        for chunk in ids.split(chunks, dim=1):
+            cache = model(chunk, past_key_values=cache).past_key_values
             found.append((taken["x"][0], taken["y"][0]))
         x, y = (torch.cat(parts) for parts in zip(*found, strict=True))
         expected = naive(model, x, sinks, window)

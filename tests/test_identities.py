@@ -319,22 +319,6 @@ def test_mlp_normalised_as_it_writes_is_the_footnote():
     assert_form(attn, x, footnote)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
-def test_mlp_replaces_what_a_slot_held(activation, causal):
-    options = {"activation": activation, "normalization": "replace", "temperature": 0.5}
-    attn, x = attention("mlp", 3, causal=causal, **options), tokens()
-
-    def replaced(q, k, v):
-        share, K, V, memories = 0.9 * alphas(attn, x)[..., None], 0, 0, []
-        for t in range(T):
-            K, V = ((1 - share[:, :, t]) * A + share[:, :, t] * y[:, :, t, None] for A, y in ((K, k), (V, v)))
-            memories.append((K, V, torch.ones(3)))
-        return read_each(q, memories if causal else memories[-1:] * T)
-
-    assert_form(attn, x, replaced)
-
-
 def test_each_mlp_slot_is_attention_with_a_pseudo_query():
     attn, x = attention("mlp", 3, causal=False), tokens()
     _, k, v = project(attn, x)

@@ -209,7 +209,7 @@ def test_local_heads_start_by_looking_back(position_period):
     here = torch.arange(40)
     for head in range(2):
         assert torch.equal(nearest[head, 5:], here[5:] - 1 - head)
-    assert not torch.equal(nearest[2, 5:], here[5:] - 3)  # the other heads start as ever
+    assert not torch.equal(nearest[2, 5:], here[5:] - 3)  # the other heads start at random
     words = model.vocabulary.embed(torch.arange(97)[None])[0] * 8
     assert 0.7 < words.square().sum(-1).mean() / (64 / 2) < 1.4  # as long as a sinusoid
 

@@ -12,7 +12,9 @@ import torch
 from contract import error, gradient_error
 
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
-from abc_attn.kernels.native import LIBRARY, _forward, _parts, native_mean_step, native_rotate
+from abc_attn.core import Reading
+from abc_attn.kernels.door import Declined
+from abc_attn.kernels.native import LIBRARY, _forward, _parts, mean_step, rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -129,12 +131,12 @@ def test_keys_without_width_are_all_alike():
 @pytest.mark.parametrize("d", [2, 6, 64])
 def test_one_token_is_rotated_as_torch_would(d):
     x, cos, sin = torch.randn(3, 5, 1, d), torch.randn(3, 1, 1, d), torch.randn(3, 1, 1, d)
-    torch.testing.assert_close(native_rotate(x, cos, sin), x * cos + x.roll(d // 2, -1) * sin)
+    torch.testing.assert_close(rotate(x, cos, sin), x * cos + x.roll(d // 2, -1) * sin)
     apart = x.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(native_rotate(apart, cos, sin), native_rotate(x, cos, sin))
+    assert torch.equal(rotate(apart, cos, sin), rotate(x, cos, sin))
     for unfit in (cos[:1], cos.double(), cos[..., :-1]):
-        assert native_rotate(x, unfit, sin) is None
-    assert native_rotate(x.requires_grad_(), cos, sin) is None  # it has no gradient
+        assert isinstance(rotate(x, unfit, sin), Declined)
+    assert isinstance(rotate(x.requires_grad_(), cos, sin), Declined)  # it has no gradient
 
 
 @pytest.mark.parametrize("sizes", [{}, {"g": 3}, {"b": 1, "h": 1, "n": 1}], ids=str)
@@ -146,7 +148,7 @@ def test_a_step_is_that_of_the_loop(sizes):
     for t in range(60, 70):
         token = [x[:, :, t : t + 1].contiguous() for x in tensors]
         before = [x.clone() for x in (*state[0], state[1])]
-        out, memory, log_total = native_mean_step(*token, *state, mask_empty=False, scale=None)
+        out, memory, log_total = mean_step(*token, *state, Reading())
         assert all(torch.equal(a, b) for a, b in zip((*state[0], state[1]), before, strict=True))  # as it was given
         state = memory, log_total
         expected, exact = mlp_attention(*token, exact, backend="reference")
@@ -161,9 +163,9 @@ def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
     ordinary = {"q": q, "k": k, "v": v, "log_weights": logits, "memory": memory, "log_total": log_total}
 
     def step(**changed):
-        return native_mean_step(**(ordinary | changed), mask_empty=False, scale=None)
+        return mean_step(**(ordinary | changed), reading=Reading())
 
-    assert step() is not None
+    assert not isinstance(step(), Declined)
     two = [x.expand(-1, -1, 2, -1).contiguous() for x in (q, k, v, logits)]
     odd = [
         {"memory": None, "log_total": None},
@@ -183,7 +185,7 @@ def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
         dict(zip(("q", "k", "v", "log_weights"), two, strict=True)),
     ]
     for changed in odd:
-        assert step(**changed) is None, changed.keys()
+        assert isinstance(step(**changed), Declined), changed.keys()
 
 
 def test_strides_do_not_matter():
@@ -327,15 +329,16 @@ def test_the_module_compiles_whole(control):
     assert error(compiled(x), attention(x)) <= 1e-6
 
 
-def test_what_it_cannot_take_goes_to_torch():
-    q, k, v, phi = inputs(t=20)
-    wide, _ = scan(*(x.double() for x in (q, k, v)), Write(phi.double()), backend="native")
-    expected, _ = scan(*(x.double() for x in (q, k, v)), Write(phi.double()), backend="torch")
-    assert torch.equal(wide, expected)
-    torch.manual_seed(3)
-    dropped, _ = scan(q, k, v, Write(phi), dropout=0.5, backend="native")
-    torch.manual_seed(3)
-    assert torch.equal(dropped, scan(q, k, v, Write(phi), dropout=0.5, backend="torch")[0])
+@pytest.mark.parametrize(("dtype", "dropout", "reason"), [("double", 0.0, "float64"), ("float", 0.5, "dropout")])
+def test_what_it_declines_is_an_error_by_name_and_goes_to_torch_by_itself(dtype, dropout, reason):
+    q, k, v, phi = (getattr(x, dtype)() for x in inputs(t=20))
+    with pytest.raises(ValueError, match=f"'native' does not support this call: .*{reason}.*Use backend='auto'"):
+        scan(q, k, v, Write(phi), dropout=dropout, backend="native")
+    found = []
+    for backend in ("auto", "torch"):
+        torch.manual_seed(3)
+        found.append(scan(q, k, v, Write(phi), dropout=dropout, backend=backend)[0])
+    assert torch.equal(*found)
 
 
 def test_the_fallback_can_be_forced():

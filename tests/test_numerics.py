@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from abc_attn import BoundedAttention, Memory, Write, kernels, mlp_attention, normaliser, read, scan
+from abc_attn.core import Reading
 from abc_attn.kernels import BACKENDS
 
 PACKAGE = Path(normaliser.__file__).parent
-EACH = [backend for backend in BACKENDS if backend != "auto"]
+EACH = [*BACKENDS]
 B, H, N, D = 1, 2, 3, 4
 
 
@@ -62,7 +63,7 @@ def test_the_torch_backend_takes_sums_unless_a_total_grows_too_much(growth, monk
             taken.clear()
             each = [x.to(dtype).requires_grad_() for x in inputs]
             out, memory, log_total = kernels.mean_attention(
-                *each, None, None, causal=True, mask_empty=True, backend=backend
+                *each, None, None, Reading(mask_empty=True), causal=True, backend=backend
             )
             assert bool(taken) == (backend == "reference" or growth > 30)
             results = (out, memory.k, memory.v, memory.mass, log_total)
@@ -287,7 +288,7 @@ WHOLE_NUMBERS = (  # positions, indices, counts: nothing that is learned or read
     "(real - 1).clamp(min=0)",
     "(end - band.sinks).clamp(min=0)",
     "(end - 1).clamp(min=0)",
-    "(place - begin[:, None] + lead).clamp(min=0)",
+    "(entered - begin[:, None] + lead).clamp(min=0)",
     "(sink - count[:, None]).clamp(0, k.shape[2] - 1)",
 )
 

@@ -19,10 +19,8 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 # Every room, innermost first. A room may import from the lines above its own, not from its neighbours on the line.
 ROOMS = """
     files paths plugins progress recipes
-    memory
-    checks
     core
-    state normaliser
+    checks state normaliser
     controls kernels
     attention provenance
     hf

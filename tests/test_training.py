@@ -4,44 +4,26 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from tiny_text import fill
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from abc_attn.cli import main
 from abc_attn.evaluation import perplexity, token_nll
-from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
-from abc_attn.training import load_recipe, train
+from abc_attn.training import load_recipe, prepare, train
 from abc_attn.training.recipe import parse_value
-from abc_attn.training.reproduce import TABLES
-from abc_attn.training.run import open_corpus
-from abc_attn.training.trainer import LMTrainer, read_metrics
-
-TINY = {
-    "data_dir": "text", "cache_dir": "cache", "block_size": 16, "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "intermediate_size": 32, "cutoffs": [10, 20], "div_val": 2, "control": "mlp:4",
-    "max_steps": 12, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-    "logging_steps": 2, "save_steps": 4, "use_cpu": True,
-}  # fmt: skip
+from abc_attn.training.trainer import RunTrainer, read_metrics
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a little text and the recipe `tiny.yaml`."""
-    folder = tmp_path_factory.mktemp("training")
-    (folder / "text").mkdir()
-    words, chance = [f"w{i}" for i in range(40)], random.Random(0)
-    for split, lines in (("train", 80), ("valid", 10), ("test", 10)):
-        text = "\n".join(" ".join(chance.choices(words, range(40, 0, -1), k=9)) for _ in range(lines))
-        (folder / "text" / f"{split}.txt").write_text(text + "\n")
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
-    return folder
+    return fill(tmp_path_factory.mktemp("training"))
 
 
 @pytest.fixture
@@ -62,14 +44,21 @@ def test_a_run_from_end_to_end(recipe, tmp_path, capsys):
     folder = tmp_path / "run"
     shown = capsys.readouterr().err
     assert "step 12/12: loss " in shown  # plain lines: this is no terminal
+    assert ", perplexity per token " in shown
+    assert "eval_perplexity per word" in shown
     assert "tokens/s" in shown
     assert "left" in shown
     assert "\r" not in shown
     records = read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records if "loss" in record] == [2, 4, 6, 8, 10, 12]
-    assert [record["step"] for record in records if "eval_perplexity" in record] == [6, 12]
+    assert [record["step"] for record in records if "eval_perplexity per word" in record] == [6, 12]
+    assert all(
+        math.isclose(math.exp(record["loss"]), record["perplexity per token"]) for record in records if "loss" in record
+    )
     assert losses(folder)[12] < losses(folder)[2]
-    assert done["validation"]["perplexity"] == records[-1]["eval_perplexity"]
+    assert done["validation"] == {
+        "loss": records[-1]["eval_loss"], "perplexity per word": records[-1]["eval_perplexity per word"]
+    }  # fmt: skip
     about = json.loads((folder / "run.json").read_text())
     assert about["seed"] == 0
     assert about["values"]["control"] == "mlp:4"
@@ -85,7 +74,9 @@ def test_a_run_from_end_to_end(recipe, tmp_path, capsys):
     assert "state" in capsys.readouterr().err
     assert main(["evaluate", str(folder), "--file", "text/test.txt", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    corpus = open_corpus(recipe())
+    task = recipe().make_task()
+    task.open()
+    corpus = task.corpus
     ours = perplexity(token_nll(model, corpus.tokens["test"]))
     assert math.isclose(found["perplexity"], ours, rel_tol=1e-5)
     assert math.isclose(math.log(found["word perplexity"]) * corpus.words["test"], math.log(ours) * found["tokens"])
@@ -109,14 +100,14 @@ def processes():
 
 def run_until_killed(where, changes):
     """Trains, and kills its own process in the save at step 8 or in step 11."""
-    original = getattr(LMTrainer, where)
+    original = getattr(RunTrainer, where)
 
     def kill(self, *arguments, **options):
         if self.state.global_step == (8 if where == "_save_rng_state" else 10):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *arguments, **options)
 
-    setattr(LMTrainer, where, kill)
+    setattr(RunTrainer, where, kill)
     train(load_recipe("tiny.yaml", changes))
 
 
@@ -130,7 +121,7 @@ def run_as(rank, port, changes):
 @pytest.mark.parametrize(
     ("where", "changes", "left"),
     [
-        ("training_step", {"carry_state": True, "position_period": 32}, "checkpoint-8"),
+        ("training_step", {"position_period": 32}, "checkpoint-8"),
         ("_save_rng_state", {"layerdrop": 0.2}, "checkpoint-4"),  # in the middle of the save at step 8
     ],
 )
@@ -210,7 +201,7 @@ def test_from_a_trained_softmax(recipe, tmp_path):
     assert main(["evaluate", str(tmp_path / "base"), "--file", "text/test.txt"]) == 0  # in windows: it has no stream
     done = train(recipe("t2r", control="t2r:4", init_from="base", max_steps=4))
     scratch = train(recipe("scratch", control="t2r:4", max_steps=4))
-    assert done["validation"]["perplexity"] < scratch["validation"]["perplexity"]
+    assert done["validation"]["loss"] < scratch["validation"]["loss"]
     with pytest.raises(ValueError, match="init_from='base' has hidden_size=16, this recipe 32"):
         train(recipe("other", control="t2r:4", init_from="base", hidden_size=32))
     with pytest.raises(FileNotFoundError, match="init_from='nothing': no trained model"):
@@ -218,9 +209,14 @@ def test_from_a_trained_softmax(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["recall", "copy"])
-def test_synthetic_tasks_train(recipe, task):
-    done = train(recipe(task=task, items=4, vocab_size=16, cutoffs=[], max_steps=4))
+def test_synthetic_tasks_train(tmp_path, task):
+    sizes = {"items": 4, "hidden_size": 16, "max_steps": 4, "logging_steps": 2, "save_steps": 4, "use_cpu": True}
+    recipe = load_recipe(f"{task}/small/{task}", sizes | {"output_dir": str(tmp_path / "run"), "slots": 4})
+    done = train(recipe)
     assert 0 <= done["validation"]["accuracy"] <= 1
+    task = recipe.make_task()
+    model = task.load_model(tmp_path / "run")
+    assert task.scores(model, ["accuracy"]) == done["validation"]
 
 
 @pytest.mark.parametrize(
@@ -231,15 +227,53 @@ def test_synthetic_tasks_train(recipe, task):
         ({"num_train_epochs": 3}, "max_steps says how long"),
         ({"save_steps": 5}, "save_steps=5 must be a multiple of logging_steps=2"),
         ({"task": "sing"}, "task must be one of"),
-        ({"carry_state": True, "layerdrop": 0.1}, "leave out layerdrop"),
-        ({"max_steps": 0}, "needs max_steps"),
+        ({"max_steps": 0}, "max_steps must be a whole number from 1, got 0"),
+        ({"max_steps": 1e3}, "max_steps must be a whole number from 1, got 1000.0"),
         ({"block_size": 0}, "block_size must be a whole number from 1, got 0"),
-        ({"items": "many"}, "items must be a whole number from 1, got 'many'"),
+        ({"block_size": "many"}, "block_size must be a whole number from 1, got 'many'"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be a whole number from 1, got 0"),
+        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps must be a whole number from 1, got True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1, got 0"),
+        ({"seed": -1}, "seed must be a whole number from 0, got -1"),
+        ({"learning_rate": 0}, "learning_rate must be a number above 0, got 0"),
+        ({"learning_rate": math.nan}, "learning_rate must be a number above 0, got nan"),
+        ({"learning_rate": "fast"}, "learning_rate must be a number above 0, got 'fast'"),
+        ({"items": 3}, "unknown key 'items'; it is a key of task recall and copy"),
+        ({"tokenizer": "char"}, "tokenizer must be one of word, bpe, got 'char'"),
+        ({"data_dir": 3}, "data_dir must be text, got 3"),
+        ({"carry_state": True}, "unknown key 'carry_state'"),
     ],
 )
 def test_a_wrong_recipe_is_an_error(recipe, changes, said):
     with pytest.raises(ValueError, match=said):
         recipe(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"control": "luna"}, "cannot be causal"),
+        ({"control": "mpl:4"}, "mpl"),
+        ({"control": ["mlp:4", "luna"]}, "cannot be causal"),
+        ({"control": "rfa:3"}, "even number of slots"),
+        ({"control": "mlp", "slots": "many"}, "slots"),
+        ({"control_options": {"max_lenth": 3}}, "max_lenth"),
+        ({"hidden_size": 15}, "hidden_size must be even"),
+        ({"cutoffs": [20, 10]}, "cutoffs must rise"),
+        ({"dropout": 2.0}, r"dropout must be in \[0, 1\)"),
+        ({"data_dir": "nowhere"}, "no folder nowhere"),
+        ({"train_file": "text/train.txt"}, "are all needed"),
+        ({"train_file": "a", "validation_file": "b", "test_file": "c"}, "no train text at a"),
+        ({"tokenizer": "bpe"}, "needs a vocab_size"),
+        ({"tokenizer": "bpe", "vocab_size": 200}, "at least 257"),
+        ({"init_from": "nothing"}, "no trained model there"),
+        ({"optim": "adamm"}, "adamm"),
+    ],
+)
+def test_mistakes_are_found_before_the_text_is_read(recipe, monkeypatch, changes, said):
+    monkeypatch.setattr("abc_attn.data.text.Corpus.open", None)  # would fail if it were called
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=said):
+        prepare(recipe(**changes))
 
 
 def test_mistakes_are_one_line(recipe, tmp_path, monkeypatch, capsys):
@@ -266,94 +300,6 @@ def test_recipes_extend_each_other(tmp_path):
         load_recipe(tmp_path / "a.yaml")
     values = {"1e-3": 1e-3, "2": 2, "mlp:32": "mlp:32", "[1, 2]": [1, 2], "true": True, "no": "no"}
     assert {text: parse_value(text) for text in values} == values
-
-
-def test_a_table_is_made_row_by_row_and_once(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "recipes" / "small" / "table1b"
-    folder.mkdir(parents=True)
-    shared = TINY | {"data_dir": str(place / "text"), "cache_dir": str(place / "cache"), "max_steps": 4}
-    (folder / "_shared.yaml").write_text(yaml.safe_dump(shared | {"block_size": 272, "eval_tokens": 60}))
-    (folder / "base.yaml").write_text("extends: _shared.yaml\ncontrol: softmax\n")
-    (folder / "t2r-32.yaml").write_text("extends: _shared.yaml\ncontrol: t2r:4\ninit_from: base\n")
-    (folder / "ours.yaml").write_text("extends: _shared.yaml\ncontrol: mlp:4\n")
-    assert main(["reproduce", "table1b", "--rows", "t2r-32"]) == 2
-    assert "row t2r-32 starts from the trained base: add it to --rows" in capsys.readouterr().err
-    assert main(["reproduce", "table1b"]) == 0
-    results = tmp_path / "results" / "table1b"
-    assert {path.name for path in results.iterdir()} == {
-        "small.md", "small-base-seed0.json", "small-t2r-32-seed0.json", "small-ours-seed0.json"
-    }  # fmt: skip
-    record = json.loads((results / "small-ours-seed0.json").read_text())
-    assert record["perplexity"]["test"].keys() == {"256", "stream", "whole stream"}
-    streams = [record["perplexity"]["test"][name] for name in ("stream", "whole stream")]
-    assert streams[0] != streams[1]  # of 60 tokens, and of all 100
-    assert "the first 60 tokens" in (results / "small.md").read_text()
-    assert record["training"]["steps"] == 4
-    assert str(place) not in json.dumps(record)
-    rows = [line.strip("| ").split(" | ") for line in (results / "small.md").read_text().splitlines() if "|" in line]
-    assert [row[0] for row in rows[2:]] == ["base", "t2r-32", "ours"]  # the paper's first
-    assert rows[2][-2:] == ["17.9", "18.5"]
-    assert rows[2][6:10] == ["n/a"] * 4  # softmax is not streamed
-    assert rows[4][-2:] == ["-", "-"]
-
-    other = ["--rows", "ours", "--output", "elsewhere", "--set", "learning_rate=1"]
-    assert main(["reproduce", "table1b", *other]) == 2  # runs/ holds the first one
-    assert "ours, seed 0: " in (shown := capsys.readouterr().err)
-    assert "give another output_dir" in shown
-    monkeypatch.setattr("abc_attn.training.reproduce.prepare", None)  # would fail if it were called
-    assert main(["reproduce", "table1b"]) == 0
-    assert main(["reproduce", "table1b", "--set", "learning_rate=1"]) == 2
-    assert "other values of learning_rate" in capsys.readouterr().err
-
-
-def test_accuracy_is_drawn_against_slots(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tiny = ["max_steps=2", "save_steps=2", "logging_steps=2", "hidden_size=16", "items=4", "use_cpu=true"]
-    recipes = str(Path(__file__).parents[1] / "recipes")
-    assert main(["reproduce", "recall", "--recipes", recipes, "--rows", "softmax", "mlp-4", "--set", *tiny]) == 0
-    assert {path.name for path in (tmp_path / "results" / "recall").iterdir()} == {
-        "accuracy.png", "softmax-seed0.json", "mlp-4-seed0.json"
-    }  # fmt: skip
-
-
-RECIPES = Path(__file__).parents[1] / "recipes"
-
-
-@pytest.mark.parametrize(
-    "path", sorted((RECIPES.parent / "results").glob("table*/small-*.json")), ids=lambda path: path.stem
-)
-def test_every_result_is_that_of_its_recipe(path):
-    record = json.loads(path.read_text(encoding="utf-8"))
-    recipe = load_recipe(RECIPES / "small" / path.parent.name / f"{record['row']}.yaml", {"seed": record["seed"]})
-    assert recipe.differences(record["values"]) == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(RECIPES.rglob("*.yaml")) if not path.name.startswith("_")],
-    ids=lambda path: path.stem,
-)
-def test_every_recipe_describes_a_model(path):
-    recipe = load_recipe(path)
-    small = "small" in path.parts or "synthetic" in path.parts
-    vocabulary = {} if "synthetic" in path.parts else {"vocab_size": 33_278 if small else 267_735}
-    bands = {"cutoffs": ()} if "synthetic" in path.parts else {}
-    with torch.device("meta" if "rfa" not in path.stem else "cpu"):
-        if "rfa" not in path.stem or small:
-            AdaptiveLM(AdaptiveLMConfig(**bands | recipe.model() | vocabulary))
-    TrainingArguments(**recipe.training() | {"output_dir": "unused"})
-    table = path.parent.name
-    if table in TABLES and path.stem in TABLES[table].paper:
-        full = load_recipe(RECIPES / table / path.name)
-        for key in ("control", "slots", "control_options", "layerdrop", "block_size"):
-            assert recipe.values.get(key) == full.values.get(key), key
-
-
-def test_every_row_of_the_paper_has_a_recipe():
-    for name, table in TABLES.items():
-        for folder in (RECIPES / name, RECIPES / "small" / name):
-            assert {path.stem for path in folder.glob("*.yaml")} >= table.paper.keys()
 
 
 @pytest.mark.parametrize(

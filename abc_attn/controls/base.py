@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.core import Band, Write
+from abc_attn.plugins import load_entry_points
 
 InnerState = tuple[Tensor, ...] | None
 
@@ -25,7 +26,7 @@ class Control(nn.Module):
 
     embed_dim is the width of x (what the key projection reads), num_heads and head_dim are those of the keys. A
     keyword-only argument that a subclass adds is an option of the control, kept as an attribute of the same name:
-    `def __init__(self, slots, *, half_life=16.0, **site)`, where `site` is passed on to this class.
+    `def __init__(self, slots, *, half_life=16.0, **sizes)`, where `sizes` is passed on to this class.
     """
 
     paper: str = ""  # where the paper describes it
@@ -33,6 +34,9 @@ class Control(nn.Module):
     linear: bool = False  # read by f(q) / (f(q) . mass) instead of softmax(K q)
     floor: float = 0.0  # ... whose denominator then counts as no less than this
     mask_empty: bool = False  # slots never written are not read
+    grows: bool = False  # keeps every token: exact attention, whose memory is not bounded
+    packs: bool = False  # starts from the memory of the layer below (`below=`), and offers its own as state.packed
+    packed_width: int = 0  # ... which is so wide
     composable: bool = True
     holds_tokens: bool = False  # keeps single tokens for good ...
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
@@ -87,6 +91,10 @@ class Control(nn.Module):
     def rows(self) -> int:
         """Rows of the memory; `slots` unless a control needs several to offer one."""
         return self.slots
+
+    def inner_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes, without the batch, of the tensors of its own state."""
+        return [tuple(part.shape[1:]) for part in self.begin(1, self.num_heads, torch.zeros(())) or ()]
 
     @property
     def appends(self) -> bool:
@@ -189,13 +197,13 @@ def make_control(
         if at_least(1, embed_dim=embed_dim) % at_least(1, num_heads=num_heads):
             raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
         head_dim = embed_dim // num_heads
-    site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+    sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
     if len(parts) == 1:
         cls, given = parts[0]
         if None not in (given, slots) and given != slots:
             raise ValueError(f"slots={slots} contradicts control {control!r}; give one of them")
-        return _build(cls, given or slots, site, options)
-    made = [_build(cls, given, site, {o: x for o, x in options.items() if o in cls.options()}) for cls, given in parts]
+        return _build(cls, given or slots, sizes, options)
+    made = [_build(cls, given, sizes, {o: x for o, x in options.items() if o in cls.options()}) for cls, given in parts]
     whole = Composition(made)
     if slots is not None and slots != whole.slots:
         raise ValueError(
@@ -207,7 +215,10 @@ def make_control(
 def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
     name, colon, count = part.strip().partition(":")
     if name not in CONTROLS:
-        raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}")
+        failed = load_entry_points()  # an installed package may bring it
+        if name not in CONTROLS:
+            why = "".join(f"; {line}" for line in failed)
+            raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}{why}")
     if not colon:
         return CONTROLS[name], None
     if not count.isdecimal() or int(count) < 1:
@@ -215,14 +226,14 @@ def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
     return CONTROLS[name], int(count)
 
 
-def _build(cls: type[Control], slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> Control:
+def _build(cls: type[Control], slots: int | None, sizes: dict[str, Any], options: dict[str, Any]) -> Control:
     gate = options.get("gate", False)
     if not isinstance(gate, bool):
         raise TypeError(f"gate must be True or False, got {gate!r}")
     wrap = gate and "gate" not in cls.declared()  # running means put the gate inside
     if "gate" in options and (wrap or not gate):
         options = {option: value for option, value in options.items() if option != "gate"}
-    control = cls(cls.default_slots(site["head_dim"]) if slots is None else slots, **site, **options)
+    control = cls(cls.default_slots(sizes["head_dim"]) if slots is None else slots, **sizes, **options)
     return Gated(control) if wrap else control
 
 
@@ -333,7 +344,7 @@ class Composition(Control):
         self.parts: Iterable[Control] = nn.ModuleList(parts)  # type: ignore[assignment]
         self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
-        self._sizes = [len(part.begin(1, part.num_heads, torch.zeros(())) or ()) for part in parts]
+        self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return tuple(tensor for part in self.parts for tensor in part.begin(batch, heads, like) or ())

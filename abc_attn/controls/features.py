@@ -34,8 +34,8 @@ class Elu(FeatureMap):
 
     paper = "4, 5.1"
 
-    def __init__(self, slots: int, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         if slots != self.head_dim:
             raise ValueError(
                 f"control 'elu' has as many slots as the head is wide, {self.head_dim}, got {slots}; leave slots out"
@@ -60,8 +60,8 @@ class RFA(FeatureMap):
 
     paper = "4, 5.1"
 
-    def __init__(self, slots: int, *, seed: int = 0, floor: float = 0.0, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, seed: int = 0, floor: float = 0.0, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         if isinstance(floor, bool) or not isinstance(floor, (int, float)) or not 0 <= floor < math.inf:
             raise ValueError(f"control 'rfa' needs a floor of at least 0 (which is none), got {floor!r}")
         self.floor = float(floor)
@@ -84,8 +84,8 @@ class T2R(FeatureMap):
 
     paper = "4, 5.1"
 
-    def __init__(self, slots: int, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.weight = nn.Parameter(torch.randn(self.num_heads, self.head_dim, slots) * self.head_dim**-0.5)
         self.bias = nn.Parameter(torch.zeros(self.num_heads, 1, slots))
 
@@ -99,8 +99,8 @@ class Favor(FeatureMap):
 
     paper = "4"
 
-    def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, seed: int = 0, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.seed = check_seed(seed)
         self.directions: Tensor
         self.register_buffer("directions", _orthogonal(slots, self.head_dim, torch.Generator().manual_seed(seed)))
@@ -117,8 +117,8 @@ class DPFP(FeatureMap):
 
     paper = "4"
 
-    def __init__(self, slots: int, *, order: int | None = None, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, order: int | None = None, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         width = 2 * self.head_dim
         self.order = slots // width if order is None else at_least(1, order=order)
         if slots != width * self.order:

@@ -13,19 +13,14 @@ from abc_attn.core import Write, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
 
 ACTIVATIONS = ("exp", "relu", "sigmoid", "softmax")
-NORMALIZATIONS = ("mean", "write", "replace")
-SHARES = ("sigmoid", "softmax")  # activations of which no alpha is above 1
-# At 1 log(1 - alpha) has no gradient, and near it a chunk of tokens decays too far to be computed as one.
-MOST_REPLACED = 0.9
+NORMALIZATIONS = ("mean", "write")
 
 
 @register_control("mlp")
 class MLP(Control):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
-    Not in the paper: `activation="softmax"` lets slots compete for a token; `normalization="replace"` puts a token in
-    the place of what its slots held, A_t = (1 - beta_t) A_{t-1} + beta_t [k_t, v_t] with beta_t = 0.9 alpha_t, as
-    gated slot attention does (Zhang et al. 2024).
+    Not in the paper: `activation="softmax"` lets slots compete for a token.
     """
 
     paper = "4, B.1"
@@ -38,19 +33,13 @@ class MLP(Control):
         normalization: str = "mean",
         temperature: float = 1.0,
         gate: bool = False,
-        **site: Any,
+        **sizes: Any,
     ) -> None:
-        super().__init__(slots, **site)
+        super().__init__(slots, **sizes)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         if normalization not in NORMALIZATIONS:
             raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}")
-        if normalization == "replace" and activation not in SHARES:
-            raise ValueError(
-                f"normalization='replace' needs an activation of at most 1 ({', '.join(SHARES)}), got {activation!r}"
-            )
-        if normalization == "replace" and gate:
-            raise ValueError("normalization='replace' forgets what it replaces: leave out gate")
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature!r}")
         self.activation, self.normalization, self.temperature = activation, normalization, temperature
@@ -65,8 +54,6 @@ class MLP(Control):
         return self.normalization == "write"  # a sum of shares against a mean
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
-        if self.normalization == "replace":
-            return None
         return (empty_total(batch, heads, self.slots, like),)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -77,11 +64,6 @@ class MLP(Control):
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
         log_alpha = self.log_alpha(x)
-        if self.normalization == "replace":
-            if key_padding_mask is not None:
-                log_alpha = log_alpha.masked_fill(key_padding_mask[:, None, :, None], -torch.inf)
-            beta = MOST_REPLACED * log_alpha.exp()
-            return Write(beta, torch.log1p(-beta)), None
         assert state is not None
         gate = None if self.gate is None else self.gate(x)
         if self.normalization == "mean" or not self.causal:

@@ -21,8 +21,8 @@ class Cluster(Control):
     paper = "3.2"
     mask_empty = True
 
-    def __init__(self, slots: int, *, iterations: int = 10, gate: bool = False, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, iterations: int = 10, gate: bool = False, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.iterations = at_least(1, iterations=iterations)
         self.gate = Gate(self) if gate else None
 
@@ -122,11 +122,12 @@ class Packed(Control):
 
     online = False
     composable = False
+    packs = True
 
-    def __init__(self, slots: int, *, packed_dim: int | None = None, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, packed_dim: int | None = None, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         width = self.embed_dim if packed_dim is None else at_least(1, packed_dim=packed_dim)
-        self.packed_dim = None if width == self.embed_dim else width
+        self.packed_dim, self.packed_width = None if width == self.embed_dim else width, width
         self.packed = nn.Parameter(torch.randn(slots, width))  # P of the first layer
         self.query = nn.Linear(width, self.num_heads * self.head_dim)
 
@@ -161,8 +162,8 @@ class Workspace(Packed):
 
     paper = "A.5"
 
-    def __init__(self, slots: int, *, topk: int = 16, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, topk: int = 16, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.topk = at_least(1, topk=topk)
 
     @property

@@ -58,11 +58,12 @@ class Softmax(Control):
 
     paper = "2"
     composable = False
+    grows = True
 
-    def __init__(self, slots: int = 0, **site: Any) -> None:
+    def __init__(self, slots: int = 0, **sizes: Any) -> None:
         if slots:
             raise ValueError(f"control 'softmax' has a slot for every token; leave slots out, got slots={slots}")
-        super().__init__(1, **site)
+        super().__init__(1, **sizes)
         self.slots = 0
 
     @classmethod
@@ -94,8 +95,8 @@ class Dilated(Positional):
     paper = "A.4"
     mask_empty = True
 
-    def __init__(self, slots: int, *, dilation: int = 2, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, dilation: int = 2, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.dilation = at_least(1, dilation=dilation)
 
     @property
@@ -126,9 +127,9 @@ class Global(Positional):
     holds_tokens = True
 
     def __init__(
-        self, slots: int, *, positions: Sequence[int] | None = None, every: int | None = None, **site: Any
+        self, slots: int, *, positions: Sequence[int] | None = None, every: int | None = None, **sizes: Any
     ) -> None:
-        super().__init__(slots, **site)
+        super().__init__(slots, **sizes)
         if positions is not None and every is not None:
             raise ValueError(f"control 'global' takes positions or every, got both: {positions!r} and {every!r}")
         if positions is not None:
@@ -165,8 +166,8 @@ class Random(Positional):
     mask_empty = True
     skips_held = True
 
-    def __init__(self, slots: int, *, seed: int = 0, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, seed: int = 0, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.seed = check_seed(seed)
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
@@ -181,8 +182,8 @@ class Compressive(Positional):
     mask_empty = True
     skips_held = True
 
-    def __init__(self, slots: int, *, ratio: int | None = None, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, ratio: int | None = None, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.ratio = None if ratio is None else at_least(1, ratio=ratio)
 
     @property
@@ -210,8 +211,8 @@ class Linformer(Positional):
 
     paper = "3.1"
 
-    def __init__(self, slots: int, *, max_length: int = 512, **site: Any) -> None:
-        super().__init__(slots, **site)
+    def __init__(self, slots: int, *, max_length: int = 512, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
         self.max_length = at_least(1, max_length=max_length)
         self.weight = nn.Parameter(torch.randn(slots, max_length) * max_length**-0.5)  # W^LF of section 3.1
 

@@ -1,7 +1,7 @@
-"""What models are trained and scored on: text as memory-mapped tokens, and tasks made on the spot."""
+"""What models are trained and scored on: text as memory-mapped tokens, and sequences made on the spot."""
 
-from abc_attn.data.segments import Segments, Streams
+from abc_attn.data.segments import Segments
 from abc_attn.data.synthetic import Copy, Recall
-from abc_attn.data.text import SPLITS, Corpus, Source, build_corpus, find_files
+from abc_attn.data.text import SPLITS, Corpus, Source, build_corpus, check_tokenizer, find_files
 
-__all__ = ["SPLITS", "Copy", "Corpus", "Recall", "Segments", "Source", "Streams", "build_corpus", "find_files"]
+__all__ = ["SPLITS", "Copy", "Corpus", "Recall", "Segments", "Source", "build_corpus", "check_tokenizer", "find_files"]

@@ -1,7 +1,7 @@
 """Training sequences out of one long row of tokens.
 
-Item i is a fixed function of (seed, i), so to resume is to go on at i. Both data sets are as long as the training,
-however often it goes through the text.
+Item i is a fixed function of (seed, i), so to resume is to go on at i. The data set is as long as the training,
+however often that goes through the text.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-def _check(tokens: np.ndarray, length: int) -> None:
-    if len(tokens) < 2 * length:
-        raise ValueError(
-            f"the training text has {len(tokens)} tokens, fewer than two segments of {length}; "
-            "use more text or a smaller block_size"
-        )
-
-
 class Segments(Dataset[dict[str, Tensor]]):
     """Segments of `length` tokens, each with the next token as label, in a new order in every pass.
 
@@ -27,7 +19,11 @@ class Segments(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, tokens: np.ndarray, length: int, total: int, seed: int) -> None:
-        _check(tokens, length)
+        if len(tokens) < 2 * length:
+            raise ValueError(
+                f"the training text has {len(tokens)} tokens, fewer than two segments of {length}; "
+                "use more text or a smaller block_size"
+            )
         self.tokens, self.length, self.total, self.seed = tokens, length, total, seed
         self.per_pass = (len(tokens) - length) // length
         self._pass, self._starts = -1, np.empty(0, dtype=np.int64)
@@ -42,33 +38,5 @@ class Segments(Dataset[dict[str, Tensor]]):
             shift = random.integers(self.length)
             self._pass, self._starts = number, shift + random.permutation(self.per_pass) * self.length
         start = self._starts[within]
-        return as_item(self.tokens[start : start + self.length + 1])
-
-
-class Streams(Dataset[dict[str, Tensor]]):
-    """`rows` readers at equal distances in the text, which is a circle: a row of batch m goes on where it was in m - 1.
-
-    What a model needs whose state is carried from batch to batch. `rows` is the batch of one process; process p of
-    `processes` gets batches p, p + processes, ... of those that a sequential sampler makes.
-    """
-
-    def __init__(self, tokens: np.ndarray, length: int, total: int, rows: int, processes: int = 1) -> None:
-        _check(tokens, length)
-        self.tokens, self.length, self.total = tokens, length, total
-        self.rows, self.processes = rows, processes
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch, row = divmod(index, self.rows)
-        turn, process = divmod(batch, self.processes)
-        reader = process * self.rows + row
-        start = reader * (len(self.tokens) // (self.rows * self.processes)) + turn * self.length
-        return as_item(self.tokens.take(np.arange(start, start + self.length + 1), mode="wrap"))
-
-
-def as_item(tokens: np.ndarray) -> dict[str, Tensor]:
-    """t + 1 tokens as inputs and the labels that follow them."""
-    both = torch.from_numpy(tokens.astype(np.int64))
-    return {"input_ids": both[:-1], "shift_labels": both[1:]}
+        both = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
+        return {"input_ids": both[:-1], "shift_labels": both[1:]}

@@ -1,4 +1,4 @@
-"""Tasks that ask for memory and nothing else. Item i is a fixed function of (seed, i); labels stand at answers."""
+"""Sequences that ask for memory and nothing else. Item i is a fixed function of (seed, i); labels stand at answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from abc_attn.hf.adaptive_lm import IGNORED
+IGNORED = -100  # the label that transformers leaves out of the loss
 
 
-class _Task(Dataset[dict[str, Tensor]]):
+class Sequences(Dataset[dict[str, Tensor]]):
     """`items` words to remember, out of `vocab_size`."""
 
     def __init__(self, items: int, vocab_size: int, total: int, seed: int) -> None:
@@ -36,14 +36,14 @@ class _Task(Dataset[dict[str, Tensor]]):
         raise NotImplementedError
 
 
-class Recall(_Task):
+class Recall(Sequences):
     """Multi-query associative recall: `items` pairs of key and value, then all keys in another order: which value?"""
 
     def _check(self) -> None:
         if self.vocab_size < 2 * self.items:
             raise ValueError(
-                f"recall of {self.items} items needs a vocab_size of at least {2 * self.items} (keys are one half of "
-                f"the words, values the other), got {self.vocab_size}"
+                f"{self.items} pairs of key and value need a vocab_size of at least {2 * self.items} (keys are one "
+                f"half of the words, values the other), got {self.vocab_size}"
             )
 
     def sample(self, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ class Recall(_Task):
         return words, asked
 
 
-class Copy(_Task):
+class Copy(Sequences):
     """`items` random words, a mark, and the same words once more."""
 
     def _check(self) -> None:

@@ -32,6 +32,7 @@ _FORMAT = 1
 _NAMES = {"train": ("train",), "validation": ("valid", "validation"), "test": ("test",)}
 _ENDINGS = (".tokens", ".txt", ".raw", ".tokens.xz", ".txt.xz", ".raw.xz")
 _LINES_AT_A_TIME = 10_000
+_BYTES = 256  # tokens of a byte-level alphabet
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Source:
     files: dict[str, Path] | None = None  # by split
     dataset_name: str | None = None
     dataset_config_name: str | None = None
+
+    def check(self) -> None:
+        """Refuses files that are not there."""
+        for split, path in (self.files or {}).items():
+            if not path.is_file():
+                raise FileNotFoundError(f"no {split} text at {path}")
 
     def fingerprint(self) -> str:
         """Of what is in the files, wherever they lie and whatever they are called."""
@@ -113,22 +120,27 @@ def find_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
     return found
 
 
+def check_tokenizer(tokenizer: str, vocab_size: int | None) -> None:
+    """Refuses a tokenizer that `build_corpus` cannot make."""
+    if tokenizer not in TOKENIZERS:
+        raise ValueError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
+    if tokenizer == "bpe" and vocab_size is None:
+        raise ValueError("tokenizer 'bpe' needs a vocab_size, for instance 8192")
+    if vocab_size is not None and vocab_size < (least := 3 if tokenizer == "word" else _BYTES + 1):
+        holds = f"{UNKNOWN}, {END} and a word" if tokenizer == "word" else "the bytes and a line's end"
+        raise ValueError(f"tokenizer {tokenizer!r} needs a vocab_size of at least {least} ({holds}), got {vocab_size}")
+
+
 def build_corpus(
     source: Source, cache_dir: str | os.PathLike[str], tokenizer: str = "word", vocab_size: int | None = None
 ) -> Corpus:
     """The corpus as token files under `cache_dir`, built now unless they are there already.
 
     tokenizer: "word" (every word between spaces that the training text has, or its `vocab_size` most frequent ones; any
-    other is <unk>) or "bpe" (`vocab_size` byte-level pieces). Tokens are numbered by falling frequency.
+    other is <unk>) or "bpe" (`vocab_size` byte-level tokens). Tokens are numbered by falling frequency.
     """
-    if tokenizer not in TOKENIZERS:
-        raise ValueError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
-    if tokenizer == "bpe" and vocab_size is None:
-        raise ValueError("tokenizer 'bpe' needs a vocab_size, for instance 8192")
-    if source.files is not None:
-        for split, path in source.files.items():
-            if not path.is_file():
-                raise FileNotFoundError(f"no {split} text at {path}")
+    check_tokenizer(tokenizer, vocab_size)
+    source.check()
     recipe = json.dumps([_FORMAT, source.fingerprint(), tokenizer, vocab_size])
     fingerprint = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = Path(cache_dir) / fingerprint
@@ -191,8 +203,6 @@ def _encode(source: Source, split: str, tokenizer: Tokenizer, kind: str, end: st
 
 
 def _word_level(counts: Counter[str], lines: int, vocab_size: int | None) -> Tokenizer:
-    if vocab_size is not None and vocab_size < 3:
-        raise ValueError(f"vocab_size must be at least 3 ({UNKNOWN}, {END} and a word), got {vocab_size}")
     ordinary = [word for word, _ in counts.most_common() if word not in (UNKNOWN, END)]
     room = len(ordinary) if vocab_size is None else vocab_size - 2
     kept = {word: counts[word] for word in ordinary[:room]}
@@ -210,22 +220,18 @@ def _byte_pairs(source: Source, vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
-        raise ValueError(
-            f"vocab_size={vocab_size} is too small for the bytes alone: tokenizer 'bpe' needs {len(alphabet) + 1}"
-        )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
     )
     tokenizer.train_from_iterator(source.lines("train"), trainer)
-    # Number the pieces by frequency: the bands of an adaptive softmax depend on it.
+    # Number the tokens by frequency: the bands of an adaptive softmax depend on it.
     counts: Counter[int] = Counter()
     for lines in _batched(source.lines("train"), _LINES_AT_A_TIME):
         for encoded in tokenizer.encode_batch(lines):
             counts.update(encoded.ids)
     ranked = sorted(tokenizer.get_vocab().items(), key=lambda item: (-counts[item[1]], item[1]))
     about = json.loads(tokenizer.to_str())
-    about["model"]["vocab"] = {piece: i + 1 for i, (piece, _) in enumerate(ranked)}
+    about["model"]["vocab"] = {token: i + 1 for i, (token, _) in enumerate(ranked)}
     end = AddedToken("\n", normalized=False)  # a line's end, and number 0: no line is without one
     about["model"]["vocab"][end.content] = 0
     tokenizer = Tokenizer.from_str(json.dumps(about))

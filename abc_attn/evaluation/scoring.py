@@ -19,9 +19,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from abc_attn.hf.adaptive_lm import AdaptiveLM
+from abc_attn.data.synthetic import IGNORED, Sequences
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.models import has_bounded_state, most_tokens
+from abc_attn.models.adaptive_lm import AdaptiveLM
 
 PAPERS_WINDOW = 512  # tokens that are read at once
 CHUNK = 512  # tokens of a stream that are read at once
@@ -29,7 +30,7 @@ TOGETHER = 8192  # tokens of windows that are read at once, as many windows as t
 
 
 def perplexity(nll: Tensor, words: int | None = None) -> float:
-    """Of what `token_nll` found: per word, however many tokens a word is cut into, or per token if not told."""
+    """Of what `token_nll` found: per word if `words` says how many the tokens stand for, otherwise per token."""
     mean = float(nll.sum()) / (len(nll) if words is None else words)
     return math.exp(mean) if mean < 700 else math.inf
 
@@ -76,6 +77,19 @@ def token_nll(
                 found[start:end] = row
             bar.update(scored.numel())
     return found
+
+
+def answer_accuracy(model: PreTrainedModel, items: Sequences, batch_size: int) -> float:
+    """The share of answers in `items` that are the likeliest word after what was read."""
+    right = asked = 0
+    with _evaluating(model):
+        for start in range(0, len(items), batch_size):
+            batch = [items[i] for i in range(start, min(len(items), start + batch_size))]
+            words, labels = (torch.stack([item[key] for item in batch]) for key in ("input_ids", "shift_labels"))
+            answers = model(words.to(model.device), use_cache=False).logits.argmax(-1).cpu()
+            right += int((answers == labels).sum())
+            asked += int((labels != IGNORED).sum())
+    return right / asked
 
 
 def _windows(length: int, window: int, context: int, batch_size: int) -> list[list[tuple[int, int, int]]]:

@@ -1,4 +1,4 @@
-"""The bounded state as a transformers Cache: one State a layer, whose size does not depend on the length."""
+"""The bounded state as a transformers Cache: one State per layer, whose size does not depend on the length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-from abc_attn.core import State, load_states, save_states
+from abc_attn.state import State, load_states, save_states
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -129,8 +129,8 @@ def state_bytes(cache: Cache) -> int:
 def save_state(cache: Cache, path: str | os.PathLike[str]) -> None:
     """Write what a model remembers (its `past_key_values`) into one safetensors file.
 
-    The size of the file does not depend on the length of the prompt, but for layers that are exact ("softmax"): they
-    keep every token. It includes a cross-attention's memory.
+    The size of the file does not depend on the length of the prompt, except where layers are exact ("softmax") and keep
+    every token. The memory of a cross-attention is included.
     """
     layers = _bounded_layers(cache)
     if not layers:
@@ -140,7 +140,7 @@ def save_state(cache: Cache, path: str | os.PathLike[str]) -> None:
 
 
 def load_state(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Cache:
-    """The cache that `save_state` wrote, to go on from: `model(..., past_key_values=load_state(path))`."""
+    """The cache that `save_state` wrote, to continue from: `model(..., past_key_values=load_state(path))`."""
     states, facts = load_states(path, device)
     caches = {"self": BoundedCache(), "cross": BoundedCache()}
     for name, state in states.items():

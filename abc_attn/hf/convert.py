@@ -1,4 +1,4 @@
-"""convert(): a model of transformers with its attention replaced and its weights kept."""
+"""convert(): a Hugging Face model with its attention replaced and its weights kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from abc_attn.hf.models import BOUNDED, BoundedModel
+from abc_attn.hf.models import BOUNDED, BoundedModel, unsupported
 
 
 def convert(
@@ -22,29 +22,29 @@ def convert(
     positions: str | Sequence[int] = "absolute",
     **control_options: Any,
 ) -> BoundedModel:
-    """The model with bounded attention in place of its own and all its weights. It consumes `model`: use the result.
+    """The same model with bounded attention; its weights are kept. `model` is used up: continue with the result.
 
     control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); slots may be a dict by site.
-    layers: the layers, counted from 0, that get it; None means all. where: the sites that get it, of "self" (causal
-    self-attention), "cross" and "encoder"; None means all that the model has. The others become exact ("softmax").
+    layers: which layers become bounded, counted from 0; None means all.
+    where: which sites become bounded: "self" (causal self-attention), "cross", "encoder"; None means all that the
+    model has. Attention that is not chosen becomes exact ("softmax").
     tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
-    positions: for rotary models, "absolute" rotates keys and then writes them; "slot" counts positions inside the
-    memory ("window" and "global" alone), so that a stream may outrun the positions the model was trained with.
-    Other options are the control's.
+    positions: for rotary models. "absolute" rotates keys and then writes them; "slot" counts positions inside the
+    memory (only for "window" and "global"), so that a text may be longer than the model's positions.
+    Other options go to the control.
     """
     if isinstance(model, BoundedModel):
         raise ValueError(f"this model is a {type(model).__name__} already; convert the original model")
     target = BOUNDED.get(type(model))
     if target is None:
-        known = ", ".join(sorted(cls.__name__ for cls in BOUNDED))
-        raise ValueError(f"a {type(model).__name__} cannot be converted; supported: {known}")
+        raise ValueError(unsupported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)))
     if not isinstance(positions, str):  # control "global" has an option of the same name
         control_options["positions"], positions = list(positions), "absolute"
     if not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ValueError(
-            f"this {type(model).__name__} is quantized; load it with its weights as floats and convert that"
+            f"this {type(model).__name__} is quantized: load it with floating-point weights and convert that"
         )
-    # "quantization_config" may tell how a file was quantized whose weights, as they were loaded, are floats.
+    # "quantization_config" may describe the file that the weights, now floats, were loaded from.
     left_out = ("model_type", "quantization_config")
     family = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
     make_config: Any = target.config_class
@@ -68,7 +68,7 @@ def convert(
 
 
 def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfig) -> None:
-    """All that `model` is made of, weights and buffers as they are, becomes `bounded`'s; then attention is replaced."""
+    """Give `bounded` all modules, weights and buffers of `model`, as they are; then replace its attention."""
     for name, part in bounded.named_children():
         if isinstance(part, BoundedModel):  # a body that transformers built by AutoModel
             _move(model.get_submodule(name), part, config)  # type: ignore[arg-type]

@@ -1,23 +1,26 @@
-"""Bounded<Family>Config and Bounded<Family>For...: transformers' own classes with their attention replaced."""
+"""Bounded<Family>Config and Bounded<Family>For...: transformers' own classes with their attention replaced.
+
+They are made from the records in `families/`; nothing here is about one family.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
-from abc_attn.controls.positional import Softmax
-from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention, adapter_of
+from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
 from abc_attn.hf.cache import BoundedCache
+from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.positions import POSITIONS, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
 
@@ -26,7 +29,7 @@ SITES = ("self", "cross", "encoder")
 
 @dataclass(kw_only=True)
 class BoundedConfig:
-    """What a bounded model's config has besides its family's fields; `convert` explains them."""
+    """The fields of a bounded model's config besides its family's; `convert` explains them."""
 
     control: str = "mlp"
     slots: int | dict[str, int] | None = None
@@ -43,8 +46,8 @@ class BoundedConfig:
                 setattr(self, name, list(getattr(self, name)))  # as JSON will give it back
                 if not getattr(self, name):
                     raise ValueError(
-                        f"{name}=[] selects nothing, so that no attention would be bounded: leave {name} out for all, "
-                        "or use control='softmax' for exact attention"
+                        f"{name}=[] selects nothing, and no attention would be bounded: leave {name} out to select "
+                        "all, or use control='softmax' for exact attention"
                     )
         for site in (*(self.where or ()), *(self.slots if isinstance(self.slots, dict) else ())):
             if site not in SITES:
@@ -55,8 +58,9 @@ class BoundedConfig:
 
 
 class BoundedModel(Stateful):
-    """Mixed into a model class of transformers: builds it as ever, then puts bounded attention in place of its own."""
+    """Mixed into a model class of transformers: builds it, then puts bounded attention in place of its own."""
 
+    family: ClassVar[Family]
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -66,18 +70,18 @@ class BoundedModel(Stateful):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
-        self.init_weights()  # of what is new: a control starts in the same way here and where a checkpoint lacks it
+        self.init_weights()  # of what is new: a control starts the same way here and where a checkpoint lacks it
 
     def bind_attention(self) -> None:
-        """Replace every attention of the model. Those that the config leaves out become exact: control "softmax"."""
+        """Replace every attention of the model. Those that the config does not choose become exact ("softmax")."""
         config: Any = self.config
         places: dict[str, list[tuple[nn.Module, str, type[ConvertedAttention]]]] = {}
         for parent in self.modules():
             for name, child in parent.named_children():
-                adapter = adapter_of(child)
+                adapter = next((ours for cls, ours in self.family.attention.items() if isinstance(child, cls)), None)
                 if adapter is not None:
                     places.setdefault(adapter.site(child), []).append((parent, name, adapter))
-        if not places:  # transformers built the body of this model by AutoModel, so that it is bounded already
+        if not places:  # transformers built the body of this model with AutoModel: it is bounded already
             return
         # Marian's and BART's decoders have the modules of a cross-attention even where there is no encoder to read.
         sites = [site for site in places if site != "cross" or self._reads_encoder()]
@@ -90,8 +94,8 @@ class BoundedModel(Stateful):
         chosen = sites if config.where is None else config.where
         if isinstance(config.slots, dict) and {*config.slots} != {*chosen}:
             raise ValueError(
-                f"slots={config.slots} must give a number for each site of attention that is bounded, and for no "
-                f"other; in this {type(self).__name__} these are: {', '.join(chosen)}"
+                f"slots={config.slots} must give a number for each bounded site, and for no other; in this "
+                f"{type(self).__name__} these are: {', '.join(chosen)}"
             )
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
@@ -129,7 +133,7 @@ class BoundedModel(Stateful):
     def _count_positions_in_slots(self) -> None:
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
         if not owners:
-            raise ValueError(f"positions='slot' is about rotary positions, which {type(self).__name__} does not have")
+            raise ValueError(f"positions='slot' needs rotary positions, which {type(self).__name__} does not have")
         if self.config.layers is not None:
             raise ValueError("positions='slot' is one rotation for all layers: leave out layers=")
         control: Any = next(iter(self.controls.values()))
@@ -137,44 +141,31 @@ class BoundedModel(Stateful):
             owner.rotary_emb = SlotRotary(owner.rotary_emb, control)
             owner.register_forward_pre_hook(count_real_tokens, with_kwargs=True)
 
-    @torch.no_grad()
+    def named_controls(self) -> Mapping[str, Control]:
+        controls: Any = self._modules.get("controls")  # None while transformers' own constructor runs
+        return {} if controls is None else dict(controls.items())
+
+    def new_control(self, name: str) -> Control:
+        control = self.named_controls()[name]
+        shape = {size: getattr(control, size) for size in ("embed_dim", "num_heads", "head_dim", "causal")}
+        return self._make_control(name.partition("_")[0], shape)
+
     def _init_weights(self, module: nn.Module) -> None:
-        """A control that a checkpoint lacks starts as its constructor starts it, not as the family starts a Linear."""
-        controls: Any = self._modules.get("controls") or {}  # none as yet while transformers' own constructor runs
-        for key, control in controls.items():
-            for name, part in control.named_modules():
-                if part is module:
-                    shape = {size: getattr(control, size) for size in ("embed_dim", "num_heads", "head_dim", "causal")}
-                    fresh = self._make_control(key.partition("_")[0], shape).get_submodule(name)
-                    values = dict((*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)))
-                    for own, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-                        init.copy_(tensor, values[own])
-                    return
-        super()._init_weights(module)
+        # A control that a checkpoint lacks starts as its constructor starts it, not as the family starts a Linear.
+        if not self.init_control(module):
+            super()._init_weights(module)
+
+    def new_cache(self) -> Cache:
+        cache = super().new_cache()
+        return EncoderDecoderCache(cache, BoundedCache()) if self._reads_encoder() else cache
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, IMPLEMENTATION):
             raise ValueError(
-                f"attn_implementation={requested_attention!r} was asked for, and {type(self).__name__} has bounded "
-                "attention alone: leave attn_implementation out"
+                f"attn_implementation={requested_attention!r} is not available: {type(self).__name__} has bounded "
+                "attention only; leave attn_implementation out"
             )
         return IMPLEMENTATION
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *arguments: Any, **options: Any
-    ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} holds keys and values, and a bounded "
-                "model has a state of fixed size instead: leave cache_implementation out"
-            )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            cache: Cache = BoundedCache()
-            if self._reads_encoder():
-                cache = EncoderDecoderCache(cache, BoundedCache())
-            model_kwargs["past_key_values"] = cache
-            return
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
 
     def card(self) -> str:
         config: Any = self.config
@@ -193,7 +184,7 @@ class BoundedModel(Stateful):
 
 def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
     """A forward pre-hook: without position_ids, positions count real tokens, from the attention mask."""
-    if given.get("position_ids") is not None:  # as generate() has it at every step: to bind a signature takes a while
+    if given.get("position_ids") is not None:  # generate() gives them at every step; binding a signature is slow
         return arguments, given
     bound = inspect.signature(module.forward).bind(*arguments, **given).arguments
     mask = bound.get("attention_mask")
@@ -204,9 +195,9 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
 
 
 def has_bounded_state(model: PreTrainedModel) -> bool:
-    """Whether what a model remembers of the text it reads has one size, whatever the length."""
+    """Whether the state of a model has the same size whatever the length of the text."""
     causal = [module for module in model.modules() if isinstance(module, MemoryAttention) and module.causal]
-    return bool(causal) and not any(isinstance(attention.control, Softmax) for attention in causal)
+    return bool(causal) and not any(attention.control.grows for attention in causal)
 
 
 def most_tokens(model: PreTrainedModel) -> int | None:
@@ -215,8 +206,8 @@ def most_tokens(model: PreTrainedModel) -> int | None:
     table = getattr(config, "max_position_embeddings", None)
     if table is None or any(hasattr(module, "rotary_emb") for module in model.modules()):
         return None
-    # RoBERTa's positions are counted from the number of its padding token on.
-    return table - config.pad_token_id - 1 if config.model_type.endswith("roberta") else table
+    family = getattr(BOUNDED.get(type(model), type(model)), "family", None)
+    return table if family is None else table - family.positions_without_token(config)
 
 
 AUTO = {
@@ -226,43 +217,51 @@ AUTO = {
     "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
     "ForConditionalGeneration": transformers.AutoModelForSeq2SeqLM,
 }
-# What each family calls the models that it has. Those of GPT-2, BERT and Marian have names of their own.
-FAMILIES: dict[str, dict[str, str]] = {
-    "Llama": {},
-    "GPT2": {"ForCausalLM": "GPT2LMHeadModel"},
-    "Bert": {"ForCausalLM": "BertLMHeadModel"},
-    "Roberta": {},
-    "Marian": {"ForConditionalGeneration": "MarianMTModel"},
-    "Bart": {},
-}
+CLASSES: dict[str, type] = {}  # Bounded<Family>Config and Bounded<Family>For..., by name
 BOUNDED: dict[type[PreTrainedModel], type[BoundedModel]] = {}  # from transformers' class to ours
 
 
-def _make_classes() -> dict[str, type]:
-    """Bounded<Family>Config and Bounded<Family>For..., by name; all known to the Auto classes."""
-    made: dict[str, type] = {}
-    for family, names in FAMILIES.items():
-        plain = getattr(transformers, f"{family}Config")
-        model_type = f"bounded_{plain.model_type}"
-        body: dict[str, Any] = {"model_type": model_type, "__module__": __name__}
-        body["__doc__"] = f"{family}Config, and what a bounded memory needs: see abc_attn.hf.convert."
-        config = type(f"Bounded{family}Config", (BoundedConfig, plain), body)
-        transformers.AutoConfig.register(model_type, config)
-        made[config.__name__] = config
-        for kind, auto in AUTO.items():
-            original = getattr(transformers, names.get(kind, family + kind), None)
-            if original is None:
-                continue
-            body = {"config_class": config, "__module__": __name__}
-            body["__doc__"] = f"{original.__name__} with bounded attention."
-            # Where a forward takes **kwargs, Trainer lets it divide by the labels of all processes, unless told that it
-            # does not. Only `loss_function` does; the loss of any other is a mean, doubled by two processes.
-            body["accepts_loss_kwargs"] = "loss_function" in inspect.unwrap(original.forward).__code__.co_names
-            bounded = type(f"Bounded{family}{kind}", (BoundedModel, original), body)
-            auto.register(config, bounded)
-            BOUNDED[original] = made[bounded.__name__] = bounded
-    return made
+def register_family(family: Family) -> None:
+    """Make Bounded<Family>Config and Bounded<Family>For..., known to `convert` and to the Auto classes."""
+    plain = getattr(transformers, family.class_name("Config"))
+    model_type = f"bounded_{plain.model_type}"
+    body: dict[str, Any] = {"model_type": model_type, "__module__": __name__}
+    body["__doc__"] = f"{plain.__name__}, and what a bounded memory needs: see abc_attn.hf.convert."
+    config = type(f"Bounded{family.name}Config", (BoundedConfig, plain), body)
+    transformers.AutoConfig.register(model_type, config)
+    CLASSES[config.__name__] = config
+    for kind, auto in AUTO.items():
+        original = getattr(transformers, family.class_name(kind), None)
+        if original is None:
+            continue
+        body = {"config_class": config, "family": family, "__module__": __name__}
+        body["__doc__"] = f"{original.__name__} with bounded attention."
+        # Where a forward takes **kwargs, Trainer lets it divide by the labels of all processes, unless told that it
+        # does not. Only `loss_function` does; the loss of any other is a mean, doubled by two processes.
+        body["accepts_loss_kwargs"] = "loss_function" in inspect.unwrap(original.forward).__code__.co_names
+        bounded = type(f"Bounded{family.name}{kind}", (BoundedModel, original), body)
+        auto.register(config, bounded)
+        BOUNDED[original] = CLASSES[bounded.__name__] = bounded
 
 
-CLASSES = _make_classes()
-globals().update(CLASSES)
+def unsupported(name: str, model_type: str | None) -> str:
+    """What to say to a model of transformers' class `name` that is not in BOUNDED: what is supported instead."""
+    siblings = [cls.__name__ for cls in BOUNDED if cls.config_class.model_type == model_type]  # type: ignore[union-attr]
+    if siblings:
+        return f"{name} is not supported; of its family these are: {', '.join(siblings)}"
+    families = ", ".join(dict.fromkeys(cls.family.title for cls in BOUNDED.values()))
+    return (
+        f"{name} is not supported; the supported families are {families}. "
+        "How to add one: docs/huggingface.md, 'Adding a family'"
+    )
+
+
+for _family in FAMILIES:
+    register_family(_family)
+
+if not TYPE_CHECKING:  # to a type checker, any name would exist
+
+    def __getattr__(name: str) -> type:
+        if name in CLASSES:  # a pickle looks for them here
+            return CLASSES[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,33 @@
-"""What converted models and AdaptiveLM share: what a bounded state rules out, and a model card beside the weights."""
+"""What converted models and AdaptiveLM share: their controls, the state as a cache, and a model card."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
 
+from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
+from abc_attn.hf.cache import BoundedCache
 
 BOUNDED = "reads a memory of fixed size instead of every key and value"
+
+
+def use_control(attention: MemoryAttention, control: Control) -> None:
+    """Let an attention use a control that the model owns.
+
+    The control is no submodule of the attention: shared by many layers, its weights have one name in a checkpoint.
+    """
+    attention._modules.pop("control", None)
+    attention.__dict__["control"] = control
 
 
 class Stateful(PreTrainedModel):
@@ -20,13 +35,53 @@ class Stateful(PreTrainedModel):
 
     _is_stateful = True  # generate() then refuses assisted decoding, which would have to take tokens back
 
+    def named_controls(self) -> Mapping[str, Control]:
+        """Every control of the model once, by a name that `new_control` takes."""
+        raise NotImplementedError
+
+    def new_control(self, name: str) -> Control:
+        """Another control like the one of this name, as its constructor starts it."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def init_control(self, module: nn.Module) -> bool:
+        """Start `module` as its control's constructor does. False, and nothing done, if it is no part of a control."""
+        for name, control in self.named_controls().items():
+            for path, part in control.named_modules():
+                if part is module:
+                    fresh = self.new_control(name).get_submodule(path)
+                    values = dict((*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)))
+                    for own, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+                        init.copy_(tensor, values[own])
+                    return True
+        return False
+
+    def new_cache(self) -> Cache:
+        """An empty cache of the kind that generate() needs."""
+        return BoundedCache()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *arguments: Any, **options: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} holds keys and values, and a bounded "
+                "model has a state of fixed size instead: leave cache_implementation out"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = self.new_cache()
+            return
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
+
     def card(self) -> str:
         """The text of README.md."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
-        """As ever, and a model card (README.md) beside the weights if there is none. The config says which modules to
-        import first, where controls are not of this package."""
+        """As in transformers; and a model card (README.md) beside the weights, if there is none.
+
+        The config says which modules to import first, where controls are not of this package.
+        """
         config: Any = self.config
         if modules := control_modules(self):
             config.control_modules = modules

@@ -1,4 +1,4 @@
-"""Causal attention behind one function: `scan` is the only place where a backend is chosen."""
+"""Attention over a bounded memory, behind functions that check their inputs and leave the work to a backend."""
 
 from __future__ import annotations
 
@@ -7,25 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from abc_attn.checks import check_keys, check_memory, check_queries
 from abc_attn.core import (
     Memory,
+    Reading,
     Write,
     cast,
-    check_keys,
-    check_queries,
     full_precision,
     memory_dtype,
     prepare,
-    read,
-    reference,
-    write,
+    read_memory,
+    write_all,
 )
-from abc_attn.kernels.chunked import chunked
-from abc_attn.kernels.chunked_mean import chunked_mean, write_mean
-from abc_attn.kernels.native import LIBRARY, applies, native, native_mean, native_mean_step
+from abc_attn.kernels import native, reference, torch_backend
+from abc_attn.kernels.door import BACKENDS, Declined, call, check_backend, describe_backend, describe_backends, refused
 from abc_attn.normaliser import empty_total, running_mean
 
-BACKENDS = ("auto", "reference", "torch", "native")
+__all__ = [
+    "BACKENDS",
+    "check_backend",
+    "describe_backend",
+    "describe_backends",
+    "exact_attention",
+    "mean_attention",
+    "mlp_attention",
+    "read",
+    "rotate",
+    "scan",
+    "write",
+]
+
+# The registry. "auto" tries the backends in this order.
+BACKENDS |= {"native": native, "torch": torch_backend, "reference": reference}
 
 
 def scan(
@@ -50,24 +63,58 @@ def scan(
     decays; the output there is zero. `mask_empty` leaves unused slots unread. Where f may be negative, a `floor` is the
     least that a linear read divides by. Dropout falls on the read weights.
     """
+    reading = Reading(linear, floor, mask_empty, scale, dropout)
     check_keys(k, v, write, memory, key_padding_mask)
-    check_queries(q, k, v, write.phi.shape[-1], linear, floor)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
+    check_queries(q, k, v, write.phi.shape[-1], reading)
+    _check_causal(q, k)
     check_backend(backend)
     with full_precision(q):
-        k, v, write, memory = prepare(k, v, write, memory, key_padding_mask)
-        if backend in ("auto", "native") and not dropout and not (linear and mask_empty) and applies(k, *memory):
-            run = native
-        elif backend == "reference" or (backend == "auto" and q.shape[2] == 1):
-            run = reference  # of one token, a step of the loop is all there is to do
-        else:
-            run = chunked
-        options: dict[str, Any] = {"linear": linear, "floor": floor, "mask_empty": mask_empty}
-        out, memory = run(q, k, v, write, memory, **options, scale=scale, dropout=dropout)
+        answer = call("scan", backend, q, *prepare(k, v, write, memory, key_padding_mask), reading)
+    if isinstance(answer, Declined):
+        raise refused(backend, answer)
+    out, memory = answer
     if key_padding_mask is not None:
         out = out.masked_fill(key_padding_mask[:, None, :, None], 0)
     return cast(out, q.dtype), memory
+
+
+def write(
+    k: Tensor,
+    v: Tensor,
+    write: Write,
+    memory: Memory | None = None,
+    *,
+    key_padding_mask: Tensor | None = None,
+) -> Memory:
+    """Write all t tokens at once: the memory after the last of them (encoder self-attention, cross-attention).
+
+    k `b h t d`, v `b h t e`, key_padding_mask `b t` with True where a token is padding.
+    """
+    check_keys(k, v, write, memory, key_padding_mask)
+    with full_precision(k):
+        return write_all(*prepare(k, v, write, memory, key_padding_mask))
+
+
+def read(
+    q: Tensor,
+    memory: Memory,
+    *,
+    linear: bool = False,
+    floor: float = 0.0,
+    mask_empty: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Read one memory with many queries: q `b h t d`, or f(q) `b h t n` with `linear`; returns `b h t e`.
+
+    `mask_empty` leaves out the slots that are not `used`; a query that may read no slot gets zeros. q is scaled by
+    d^-1/2 unless `scale` says otherwise (a linear read takes f(q) as it is). Where f may be negative, a `floor` is the
+    least that a linear read divides by. Dropout falls on the read weights.
+    """
+    reading = Reading(linear, floor, mask_empty, scale, dropout)
+    check_memory(memory)
+    check_queries(q, memory.k, memory.v, memory.k.shape[2], reading)
+    return read_memory(q, memory, reading)
 
 
 def mlp_attention(
@@ -95,18 +142,9 @@ def mlp_attention(
             parts = f" of {', '.join(type(part).__name__ for part in state)}" if type(state) is tuple else ""
             raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}{parts}")
     memory, log_total = (None, None) if state is None else state
+    reading = Reading(scale=scale, dropout=dropout)
     out, memory, log_total = mean_attention(
-        q,
-        k,
-        v,
-        logits,
-        memory,
-        log_total,
-        causal=causal,
-        scale=scale,
-        key_padding_mask=key_padding_mask,
-        dropout=dropout,
-        backend=backend,
+        q, k, v, logits, memory, log_total, reading, causal=causal, key_padding_mask=key_padding_mask, backend=backend
     )
     return out, (memory, log_total)
 
@@ -118,20 +156,19 @@ def mean_attention(
     log_weights: Tensor,
     memory: Memory | None,
     log_total: Tensor | None,
+    reading: Reading = Reading(),  # noqa: B008 (immutable)
     *,
     causal: bool,
-    mask_empty: bool = False,
-    scale: float | None = None,
     key_padding_mask: Tensor | None = None,
-    dropout: float = 0.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Memory, Tensor]:
     """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
     check_backend(backend)
-    if causal and key_padding_mask is None and not dropout and backend in ("auto", "native"):
-        step = native_mean_step(q, k, v, log_weights, memory, log_total, mask_empty=mask_empty, scale=scale)
-        if step is not None:
-            return step
+    answer: Any
+    if causal and key_padding_mask is None:  # a decoding step is so short that checks would take half of its time
+        answer = call("mean_step", backend, q, k, v, log_weights, memory, log_total, reading)
+        if not isinstance(answer, Declined):
+            return answer
     check_keys(k, v, Write(log_weights), memory, key_padding_mask)
     expected = (k.shape[0], k.shape[1], log_weights.shape[-1])
     log_weights = cast(log_weights.expand(*k.shape[:3], -1), memory_dtype(k))
@@ -141,58 +178,47 @@ def mean_attention(
             f"the normaliser must have shape {expected} and dtype torch.float64, "
             f"got {tuple(log_total.shape)} and {log_total.dtype}"
         )
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
-    check_queries(q, k, v, log_weights.shape[-1], linear=False)
-    wide = k.dtype == torch.float64
-    fused = backend in ("auto", "native") and not dropout and not wide and applies(log_weights, *memory or ())
-    found = None
-    one = causal and q.shape[2] == 1  # nothing to sum: a step of the recurrence is all there is to do
-    if fused or not (backend == "reference" or one):
-        with full_precision(q):
-            keys, values, (weights, _, _), before = prepare(k, v, Write(log_weights), memory, None)
-            if key_padding_mask is not None:
-                padding = key_padding_mask[:, None, :, None]
-                keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
-                weights = weights.masked_fill(padding, -torch.inf)
-            tokens = (q, keys, values, weights, before, log_total)
-            if fused:
-                found = native_mean(*tokens, causal=causal, mask_empty=mask_empty, scale=scale)
-            elif causal:
-                found = chunked_mean(*tokens, mask_empty=mask_empty, scale=scale, dropout=dropout)
-            else:
-                after, total = write_mean(*tokens[1:])
-                found = read(q, after, mask_empty=mask_empty, scale=scale, dropout=dropout), after, total
-    if found is not None:
-        out, memory, log_total = found
+    if causal:
+        _check_causal(q, k)
+    check_queries(q, k, v, log_weights.shape[-1], reading)
+    with full_precision(q):
+        keys, values, (weights, _, _), before = prepare(k, v, Write(log_weights), memory, None)
+        if key_padding_mask is not None:
+            padding = key_padding_mask[:, None, :, None]
+            keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
+            weights = weights.masked_fill(padding, -torch.inf)
+        answer = call("mean", backend, q, keys, values, weights, before, log_total, reading, causal)
+    if not isinstance(answer, Declined):
+        out, memory, log_total = answer
         if causal and key_padding_mask is not None:
             out = out.masked_fill(padding, 0)
         return cast(out, q.dtype), memory, log_total
+    # The general way: the running mean as a Write with decays.
     decided, log_total = running_mean(log_weights, log_total, key_padding_mask, causal=causal)
     if causal:
-        options = {"mask_empty": mask_empty, "scale": scale, "dropout": dropout, "backend": backend}
-        out, memory = scan(q, k, v, decided, memory, key_padding_mask=key_padding_mask, **options)  # type: ignore[arg-type]
+        how: dict[str, Any] = reading._asdict()
+        out, memory = scan(q, k, v, decided, memory, **how, key_padding_mask=key_padding_mask, backend=backend)
     else:
         memory = write(k, v, decided, memory, key_padding_mask=key_padding_mask)
-        out = read(q, memory, mask_empty=mask_empty, scale=scale, dropout=dropout)
+        out = read(q, memory, **reading._asdict())
     return out, memory, log_total
 
 
-def check_backend(backend: str) -> None:
-    """An unknown backend is an error that lists the known ones; so is one that was asked for and is not there."""
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; accepted: {', '.join(map(repr, BACKENDS))}")
-    if backend == "native" and isinstance(LIBRARY, str):
-        raise ValueError(
-            f"backend 'native' is not to be had here: {LIBRARY}. Take 'auto', or install again with a C++ compiler and "
-            "without ABC_ATTN_BACKEND"
-        )
+def exact_attention(q: Tensor, memory: Memory, seen: Tensor | None, reading: Reading, backend: str) -> Tensor:
+    """softmax(K q) over the tokens in `seen`, `b 1 t n`, zeros where there is none; None: over those up to the query's.
+
+    Exact attention is the baseline, not a kernel of ours: a backend that does not offer it leaves it to the others.
+    """
+    answer = call("exact", backend, q, memory, seen, reading)
+    return call("exact", "auto", q, memory, seen, reading) if isinstance(answer, Declined) else answer
 
 
-def describe_backend() -> tuple[str, str]:
-    """The backend that "auto" takes for fp32 on the CPU, and why."""
-    found = LIBRARY
-    if isinstance(found, str):
-        return "torch", f"chunked matrix products; {found}"
-    threads = f"{torch.get_num_threads()} threads, torch's own" if found.abc_threads() else "one thread"
-    return "native", f"fused kernels for fp32 on the CPU ({found.abc_kind().decode()}, {threads}); torch for all else"
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, `x * cos + x.roll(d/2) * sin`: heads x `b h t d`, cos and sin `b 1 t d` (the first half of sin
+    negated)."""
+    return call("rotate", "auto", x, cos, sin)
+
+
+def _check_causal(q: Tensor, k: Tensor) -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")

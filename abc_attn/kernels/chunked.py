@@ -23,12 +23,14 @@ from torch.nn import functional as F
 
 from abc_attn.core import (
     Memory,
+    Reading,
     Write,
     decay_after,
     divide,
     group_heads,
     has_values,
     query_scale,
+    reference,
     softmax_weights,
     used_at_each,
     used_at_end,
@@ -49,23 +51,13 @@ class _Split(NamedTuple):
     column: Tensor  # ... n
 
 
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    write: Write,
-    memory: Memory,
-    *,
-    linear: bool,
-    floor: float,
-    mask_empty: bool,
-    scale: float | None,
-    dropout: float,
-) -> tuple[Tensor, Memory]:
+def scan(q: Tensor, k: Tensor, v: Tensor, write: Write, memory: Memory, reading: Reading) -> tuple[Tensor, Memory]:
     """Causal attention: arguments and results of core.reference, in O(t) time and memory."""
+    if q.shape[2] == 1:  # one step of the loop is all there is to do
+        return reference(q, k, v, write, memory, reading)
     t, n = write.phi.shape[2:]
     size = min(64 if n <= 64 else 128, 1 << (t - 1).bit_length())
-    seen = used_at_each(write, memory.used) if mask_empty else None
+    seen = used_at_each(write, memory.used) if reading.mask_empty else None
     if write.readable is not None:
         seen = write.readable if seen is None else seen & write.readable
 
@@ -77,14 +69,14 @@ def chunked(
     start = None if log_decay is None else log_decay.cumsum(-2).exp()  # what is left at t of the chunk's start
     stored_k, stored_v, stored_mass, last = _memories(k, v, phi, log_decay, memory)
 
-    if linear:
+    if reading.linear:
         features = q if seen is None else q.masked_fill(~seen, 0)
         total = _through(features, torch.ones_like(v[..., :1]), stored_mass, start, splits)
-        kept = F.dropout(features, dropout) if dropout else features
-        out = divide(_through(kept, v, stored_v, start, splits), total, floor)
+        kept = F.dropout(features, reading.dropout) if reading.dropout else features
+        out = divide(_through(kept, v, stored_v, start, splits), total, reading.floor)
     else:
-        scores = _against(q * query_scale(q, scale), k, stored_k, start, splits)
-        out = _through(softmax_weights(scores, seen, dropout), v, stored_v, start, splits)
+        scores = _against(q * query_scale(q, reading.scale), k, stored_k, start, splits)
+        out = _through(softmax_weights(scores, seen, reading.dropout), v, stored_v, start, splits)
     return out.flatten(3, 4)[:, :, :, :t].flatten(1, 2), last._replace(used=used_at_end(write, memory.used))
 
 

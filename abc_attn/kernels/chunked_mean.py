@@ -10,9 +10,9 @@ there was before t's chunk,
 
     x_t S_t = x_t S + sum over the chunk's j <= t of (x_t . a_j) b_j
 
-Some chunks are worked on at a time, in the same few arrays again and again: what is in the processor's caches is had
-several times as fast as what malloc gives. The gradient goes through the text from its end and reads each part anew;
-autograd would keep ten arrays of t x n.
+The work is done part by part: a few chunks at a time, in the same few arrays, which stay in the processor's caches;
+new arrays from malloc are several times slower. The gradient goes through the parts from the last to the first and
+computes each anew; autograd would keep ten arrays of t x n.
 
 Axes: a row r is a head of a batch, whose keys g queries share; m chunks of c tokens; s chunks are worked on at a time.
 """
@@ -28,8 +28,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Memory, full_precision, group_heads, has_values, query_scale, softmax_weights
+from abc_attn.core import (
+    Memory,
+    Reading,
+    full_precision,
+    group_heads,
+    has_values,
+    query_scale,
+    read_memory,
+    softmax_weights,
+)
 from abc_attn.kernels.chunked import cut
+from abc_attn.kernels.door import Declined
 from abc_attn.normaliser import log_in_unit, unit
 
 # A slot's total may be this many nats from its unit, to either side: the inverse of a total meets weights that may be
@@ -38,26 +48,29 @@ RANGE = 30.0
 
 CHUNK = 64  # tokens
 
-# Chunks, of all rows together, that are worked on at a time: an array of 64 x 64 for each takes a megabyte, a dozen of
-# them fit a CPU's caches, and there is enough to do in each call of torch. Other devices want more.
+# Chunks in a part, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
+# fit a CPU's caches, and each call of torch has enough to do. Other devices need more.
 AT_A_TIME, AT_A_TIME_ELSEWHERE = 64, 1024
 
 
-def chunked_mean(
+def mean(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_weights: Tensor,
     memory: Memory,
     log_total: Tensor,
-    *,
-    mask_empty: bool,
-    scale: float | None,
-    dropout: float,
-) -> tuple[Tensor, Memory, Tensor] | None:
-    """Causal attention over running means: what native_mean gives. None where a slot's total grows too much."""
+    reading: Reading,
+    causal: bool,
+) -> tuple[Tensor, Memory, Tensor] | Declined:
+    """Attention over weighted means: of the tokens so far, or of all of them."""
+    if not causal:
+        memory, log_total = write_mean(k, v, log_weights, memory, log_total)
+        return read_memory(q, memory, reading), memory, log_total
     if not has_values(log_weights):
-        return None
+        return Declined("the size of the weights must be known, which a traced graph does not tell")
+    if q.shape[2] == 1:
+        return Declined("of one token there is nothing to sum")
     with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
         opening = torch.maximum(log_weights[:, :, 0], log_total)
         always_open = bool((opening != -torch.inf).all())
@@ -65,15 +78,15 @@ def chunked_mean(
             first = (log_weights != -torch.inf).byte().argmax(2, keepdim=True)
             opening = torch.where(opening == -torch.inf, log_weights.gather(2, first)[:, :, 0], opening)
         never = opening == -torch.inf
-    how = _How(query_scale(q, scale), always_open, mask_empty, dropout)
+    how = _How(query_scale(q, reading.scale), always_open, reading.mask_empty, reading.dropout)
     given = (q, k, v, log_weights, memory, log_total)
     if bool(((opening.abs() <= RANGE) | never).all()):
-        found = _in_unit(*given, None, how)  # no unit has to be looked for where weights are ordinary
+        found = _in_unit(*given, None, how)  # ordinary weights need no unit
         if bool((found[2] <= RANGE).all()):
             return found
     top = unit(log_weights, log_total)
     if bool(((opening < top - RANGE) & ~never).any()):
-        return None
+        return Declined(f"a slot's total grows by more than exp({RANGE:.0f})")
     return _in_unit(*given, top, how)
 
 
@@ -87,7 +100,7 @@ def _in_unit(
     top: Tensor | None,
     how: _How,
 ) -> tuple[Tensor, Memory, Tensor]:
-    """... with the weights of each slot measured in exp(top), b h n, or as they are."""
+    """`mean` with the weights of each slot measured in units of exp(top), b h n; None: as they are."""
     b, h, t, n = log_weights.shape
     size = min(CHUNK, 1 << (t - 1).bit_length())
     total = (log_total if top is None else log_total - top).exp()
@@ -98,10 +111,12 @@ def _in_unit(
     tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
     state = [None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
-    if torch._C._are_functorch_transforms_active():  # whose rules plain operations have, and our own gradient has not
+    if torch._C._are_functorch_transforms_active():  # vmap and grad have rules for plain operations only
         run = _Mean.transformed
     else:
-        run = _Mean.apply if saves else _Mean.forward  # of little text, autograd's bookkeeping would be the most
+        run = (
+            _Mean.apply if saves else _Mean.forward
+        )  # for a short text, autograd's bookkeeping would take most of the time
     out, *last = run(*tokens, *state, how._replace(saves=saves))[:4]
     sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
     out = out.flatten(2, 3).unflatten(0, (b, h)).flatten(1, 2)[:, :, :t]
@@ -137,7 +152,7 @@ class _How(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """What is read, chunks first, so that some of them are a slice; and what there was before it."""
+    """The inputs, with the axis of chunks first so that a part is a slice; and the sums before them."""
 
     q: Tensor  # m r g c d
     k: Tensor  # m r 1 c d
@@ -152,8 +167,8 @@ class _Text(NamedTuple):
 
 
 class _Mean(torch.autograd.Function):
-    """Of a text, what is read, `r g m c e`, and the last sums_k, sums_v and total; and those before each part, without
-    gradients."""
+    """From a _Text: the outputs `r g m c e`, the last sums_k, sums_v and total; and, without gradients, those before
+    each part."""
 
     @staticmethod
     def forward(*text: Any) -> tuple[Tensor, ...]:
@@ -168,12 +183,12 @@ class _Mean(torch.autograd.Function):
         *tensors, ctx.how = inputs
         ctx.save_for_backward(*tensors, *output[4:])
         _, k, v, log_weights, _, *first, _, _ = ctx.needs_input_grad
-        of_state = zip((k, v, False), first, output[1:4], strict=True)  # none of it depends on q, nor keys on values
+        of_state = zip((k, v, False), first, output[1:4], strict=True)  # no state depends on q
         ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: under checkpointing a second time would be refused
+        saved = ctx.saved_tensors  # once: activation checkpointing refuses a second access
         text, d_output = _Text._make((*saved[:9], ctx.how)), d_output[:4]
         again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:9])
         with full_precision(text.v):  # a backward pass may be called under autocast
@@ -201,7 +216,7 @@ def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
 
 
 def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
-    """A gradient that can be differentiated itself, which is left to autograd."""
+    """The gradient by autograd, for callers that differentiate it again."""
     outputs = _forward(text, _Room(reuse=False))[:4]
     given = [(x, d) for x, d in zip(outputs, d_output, strict=True) if x.requires_grad]
     needed = {i: x for i, x in enumerate(text) if isinstance(x, Tensor) and x.requires_grad}
@@ -257,7 +272,7 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
 
 
 class _Found(NamedTuple):
-    """What the queries of a part find before they read the values; the first axis is (s r)."""
+    """The read weights of a part, and what they were computed from; the first axis is (s r)."""
 
     keys: _Meeting  # of q, k and weights
     weights: Tensor  # c n
@@ -268,7 +283,7 @@ class _Found(NamedTuple):
 
 
 def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) -> tuple[_Found, Tensor]:
-    """... from the sums before the part; and the total after it."""
+    """The read weights of a part, from the sums before it; and the total after it."""
     how, log_weights = text.how, part.of(text.log_weights)
     weights = room.like("weights", log_weights)
     if text.top is None:
@@ -299,7 +314,7 @@ def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) 
 
 
 class _Meeting(NamedTuple):
-    """x_t and what it meets; the first axis is (s r)."""
+    """x_t against the sums S_t of a_j b_j; the first axis is (s r)."""
 
     x: Tensor  # (g c) _
     a: Tensor  # c _
@@ -314,7 +329,7 @@ class _Meeting(NamedTuple):
         return room.product(name, self.x, self.before).baddbmm_(self.pairs, self.b, beta=scale, alpha=scale)
 
     def after(self, room: _Room) -> Tensor:
-        """S after the part. Of a single chunk it takes the place of the one before: all has been read."""
+        """S after the part. A part of a single chunk overwrites `first`, which has been read by then."""
         if self.last is not None:
             return self.last
         return (self.first.baddbmm_ if room.reuse else self.first.baddbmm)(self.a.mT, self.b)
@@ -337,7 +352,7 @@ def _meet(name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, room: _Room
 
 
 def _up_to_self(pairs: Tensor) -> Tensor:
-    """Each query, in every one of its groups, meets the tokens up to itself."""
+    """Zero the pairs of a query with later tokens, for every group of queries."""
     size = pairs.shape[2]
     pairs.view(-1, pairs.shape[1] // size, size, size).tril_()
     return pairs
@@ -346,7 +361,7 @@ def _up_to_self(pairs: Tensor) -> Tensor:
 def _sums(
     name: str, a: Tensor, b: Tensor, first: Tensor, room: _Room, *, reverse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """S before each chunk and after the last, from that before the first; of a single chunk the second is left out.
+    """S before each chunk, and after the last one (None if there is a single chunk), from `first`, S before all.
 
     In reverse S after each chunk and before the first, from that after the last: what later queries ask of it.
     """
@@ -358,7 +373,7 @@ def _sums(
     sums = room.array(f"sums of {name}", first, rows + chunks, *first.shape[1:])
     if sums is None:
         sums = torch.cat([*accumulate(added, initial=first)][::step])
-    else:  # one by one: a triangle of ones would multiply by zero, and what is not finite would reach earlier chunks
+    else:  # one by one: with a product of a triangle of ones, 0 * inf would reach earlier chunks
         places = sums.view(chunks // rows + 1, *first.shape).unbind()[::step]
         places[0].copy_(first)
         for place, new, following in zip(places, added, places[1:], strict=False):
@@ -367,7 +382,7 @@ def _sums(
 
 
 def _totals(first: Tensor, added: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """As _sums, of what the chunks add, `(s r) n`, but always with the last, in fp64 as the first is."""
+    """As _sums, from what each chunk adds, `(s r) n`; the last is always given, and is fp64 as the first is."""
     rows, n = first.shape
     if added.shape[0] == rows:
         return first.to(added.dtype), first + added
@@ -384,7 +399,7 @@ def _own(x: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """What is worked on at a time: some chunks of some rows."""
+    """Some chunks of some rows, computed together."""
 
     chunks: slice
     rows: slice
@@ -420,7 +435,7 @@ def _parts(chunks: int, rows: int, device: torch.device) -> list[_Part]:
 
 
 class _Room:
-    """Arrays by name, which every part writes anew; without `reuse` there are none, where autograd is to follow."""
+    """Arrays by name that every part overwrites; with reuse=False none, for passes that autograd follows."""
 
     def __init__(self, reuse: bool = True) -> None:
         self.reuse = reuse

@@ -1,5 +1,10 @@
 // Fused CPU kernels of the bounded memory, without torch's headers: plain pointers in, plain pointers out.
-// Every tensor is contiguous fp32 (log_total fp64, used and readable bytes); native.py sees to that.
+// Every tensor is contiguous fp32, except log_total (fp64), used and readable (bytes); native.py makes sure of that.
+//
+// Axes: t tokens, n slots, d key width, e value width. A row is a batch element and a key head: it has one memory.
+//     native_vectors.h    vectors, exp, matrix products, transposes       native_step.h   one decoding step
+//     native_forward.h    the forward pass, chunk by chunk                native_ring.h   one decoding step of a window
+//     native_backward.h   the backward pass                               native_band.h   windows over many tokens
 
 #include <dlfcn.h>
 #ifdef __linux__
@@ -17,47 +22,48 @@
 #endif
 
 struct Args {
-    int64_t rows, g, t, n, d, e, queries;  // rows = batch * heads, g queries' heads to each
+    int64_t rows, g, t, n, d, e, queries;  // rows = batch * key heads; g query heads share each
     int64_t mean, linear, mask_empty, causal, backward, threads;
-    float scale, floor;  // floor: the least that a linear read divides by; 0: none
+    float scale, floor;  // floor: least denominator of a linear read; 0: none
     const float *q, *k, *v, *phi, *log_decay;
     const uint8_t *readable;
-    const float *old_k, *old_v, *old_mass;  // the memory before
+    const float *old_k, *old_v, *old_mass;  // the memory before the first token
     const uint8_t *old_used;
     const double *old_total;
-    float *memory_k, *memory_v, *mass;  // ... and after
+    float *memory_k, *memory_v, *mass;  // ... and after the last
     uint8_t *used;
     double *log_total;
     float *out, *scores, *lse, *checkpoints;  // lse: log-sum-exp of the scores
     // backward only
     const float *d_out, *d_lse;
-    float *d_memory_k, *d_memory_v, *d_mass;  // in: of the memory after; out: of the one before
+    float *d_memory_k, *d_memory_v, *d_mass;  // in: gradient of the memory after; out: of that before
     double *d_log_total;
     float *d_q, *d_k, *d_v, *d_phi, *d_log_decay;
 };
 
-// A token for every row of a memory that holds tokens as they are; fp32, d and e whole vectors.
+// One decoding step of a window (native_ring.h): a token for every row. fp32; d and e are multiples of 16.
 struct Ring {
     int64_t rows, heads, g, n, d, e, sinks, threads;
     float scale;
-    const float *q, *to_sinks, *k, *v;  // to_sinks: what the first `sinks` rows are read by, or null
-    const int64_t *at;                  // where the token goes, for each of the batch
+    const float *q, *to_sinks, *k, *v;  // to_sinks: the query for the first `sinks` slots, or null
+    const int64_t *at;                  // b   the slot that the token replaces
     float *memory_k, *memory_v, *out;
 };
 
-// Queries that read the keys before and at them as far as the window goes, and the sinks; fp32, d and e whole vectors.
+// Causal attention over a band (native_band.h): each query reads the last `window` keys up to its own, and the sinks. fp32; d
+// and e are multiples of 16.
 struct Band {
     int64_t rows, heads, g, t, lead, window, sinks, d, e, threads;
     float scale;
-    const float *q, *to_sinks, *sink_k, *sink_v, *k, *v;  // k and v have `lead` tokens before those of q
-    const int64_t *missing, *count;                       // of each of the batch: the first keys that are not, tokens before
+    const float *q, *to_sinks, *sink_k, *sink_v, *k, *v;  // k and v start `lead` tokens before q
+    const int64_t *missing, *count;                       // b   keys at the start that are empty; tokens read before this call
     float *out;
 };
 
-enum { SEGMENT = 256, PAGE = 1024 };  // tokens between checkpoints; floats
-enum { STRETCH = 96 };   // queries of a band that one thread takes at a time
+enum { SPAN = 256, PAGE = 1024 };  // tokens between checkpoints; floats in a page of 4 kB
+enum { BAND_CHUNK = 96 };  // queries of a band that one thread takes at once
 
-// One token of which no gradient is asked, as in decoding.
+// One token without gradients, as in decoding.
 static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backward && !a->checkpoints; }
 
 #define PASTE_(a, b) a##b
@@ -122,27 +128,39 @@ struct Kind {
 
 #define KIND(isa)                                                                                             \
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
-     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_stretch, isa::band_scratch}
+     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch}
 
-static Kind best() {
+// Every vector width that was compiled, widest first; `runs` says whether this CPU has its instructions.
+struct Width {
+    Kind kind;
+    bool (*runs)();
+};
+
+static const Width WIDTHS[] = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-    const char *wanted = getenv("ABC_ATTN_SIMD");
-    bool any = !wanted || !*wanted;
-    if ((any || !strcmp(wanted, "avx512")) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return Kind KIND(avx512);
-    if ((any || !strcmp(wanted, "avx2")) && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return Kind KIND(avx2);
+    {KIND(avx512), [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     }},
+    {KIND(avx2), [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
-    return Kind KIND(portable);
+    {KIND(portable), [] { return true; }},
+};
+
+static const Kind *best() {
+    for (const Width &width : WIDTHS)
+        if (width.runs()) return &width.kind;
+    return nullptr;  // never: the portable width runs everywhere
 }
 
-static const Kind &kind() {
-    static const Kind chosen = best();
-    return chosen;
+static std::atomic<const Kind *> &chosen() {
+    static std::atomic<const Kind *> current{best()};
+    return current;
 }
 
-// torch has an OpenMP runtime in this process; its threads are used, for a second pool would fight with it.
+static const Kind &kind() { return *chosen().load(std::memory_order_relaxed); }
+
+// torch has loaded an OpenMP runtime into this process. Its threads are used: a second pool would compete for the cores.
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 static Parallel parallel() {
@@ -150,7 +168,7 @@ static Parallel parallel() {
     return found;
 }
 
-// The rows of a call, shared out among threads that take the next ones when they are done.
+// The rows of a call, shared among threads: each takes the next `block` rows when it is done with its own.
 template <class Call>
 struct Team {
     const Call *args;
@@ -162,7 +180,7 @@ struct Team {
 
     static void work(void *data) {
         Team *team = (Team *)data;
-        // Aligned to lines of the cache: a vector that straddles two costs two loads.
+        // Aligned to cache lines: a vector that straddles two of them costs two loads.
         float *scratch = (float *)aligned_alloc(64, (team->scratch * sizeof(float) + 63) / 64 * 64);
         if (!scratch) {
             team->failed = 1;
@@ -184,7 +202,8 @@ static int share_out(const Call *args, void (*run)(const Call *, int64_t, float 
     return team.failed;
 }
 
-// Large results are new memory, and its pages cost more than the arithmetic where each is 4 kB: ask for large ones.
+// Large results are freshly mapped memory. Mapping it in pages of 4 kB costs more time than the arithmetic: ask for pages of
+// 2 MB.
 static void large_pages(const float *start, int64_t count) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = (uintptr_t)1 << 21, from = ((uintptr_t)start + page - 1) & ~(page - 1);
@@ -208,18 +227,19 @@ int abc_run(const Args *args) {
     Pass run = is_step(args)    ? use.step
                : args->backward ? (args->causal ? use.backward : use.backward_whole)
                                 : (args->causal ? use.forward : use.forward_whole);
-    // Steps are short and read the memory of one row after the other; a pass is long, and the last ones should end together.
+    // Steps are short, and neighbouring rows lie side by side in memory: blocks of them. Passes are long: one row at a time, so
+    // that all threads finish at about the same time.
     const int64_t block = is_step(args) ? (args->rows + 4 * args->threads - 1) / (4 * args->threads) : 1;
     return share_out(args, run, use.scratch(args), block);
 }
 int abc_band(const Band *args) {
-    Band stretches = *args;
-    stretches.rows *= (args->t + STRETCH - 1) / STRETCH;
-    return share_out(&stretches, kind().band, kind().band_scratch(args), 1);
+    Band chunks = *args;
+    chunks.rows *= (args->t + BAND_CHUNK - 1) / BAND_CHUNK;
+    return share_out(&chunks, kind().band, kind().band_scratch(args), 1);
 }
 int abc_ring(const Ring *args) { return share_out(args, kind().ring, kind().ring_scratch(args), 1); }
 
-// Rotary positions of one token of each of a batch: every head's x cos + (x with its halves changed) sin.
+// RoPE for one token per batch element: x cos + (x with its halves swapped) sin, for every head. The sign is in `sin`.
 void abc_rotate(int64_t batch, int64_t heads, int64_t d, const float *x, const float *cos, const float *sin, float *out) {
     const int64_t half = d / 2;
     for (int64_t row = 0; row < batch * heads; row++, x += d, out += d) {
@@ -230,7 +250,23 @@ void abc_rotate(int64_t batch, int64_t heads, int64_t d, const float *x, const f
         }
     }
 }
+// The vector width in use; those that this machine has, widest first (null after the last).
 const char *abc_kind() { return kind().name; }
+const char *abc_kind_at(int index) {
+    for (const Width &width : WIDTHS)
+        if (width.runs() && index-- == 0) return width.kind.name;
+    return nullptr;
+}
+// Use the vector width of this name; nonzero, and nothing changed, where this machine has none of that name. Not to be
+// called while a pass runs or waits for its backward pass: checkpoints are laid out by the width that wrote them.
+int abc_use(const char *name) {
+    for (const Width &width : WIDTHS)
+        if (width.runs() && !strcmp(width.kind.name, name)) {
+            chosen().store(&width.kind, std::memory_order_relaxed);
+            return 0;
+        }
+    return 1;
+}
 int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
 int abc_threads() { return parallel() != nullptr; }
 }

@@ -1,6 +1,6 @@
 """The native backend: fused C++ on the CPU (native.cpp), bound by plain pointers and registered as torch operators.
 
-It takes fp32 (bf16 comes as fp32, see core.prepare); whatever else is given goes to the torch backend.
+It takes fp32 (bf16 comes as fp32, see core.prepare) and declines everything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abc_attn.core import Memory, Write, query_scale
+from abc_attn.core import Memory, Reading, Write, has_values, query_scale
+from abc_attn.kernels.banded import Stretch, Token
+from abc_attn.kernels.door import Declined
 
 _SIZES = ("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_empty", "causal", "backward", "threads")
 _POINTERS = (
@@ -73,198 +75,218 @@ def _load() -> ctypes.CDLL | str:
         found = ctypes.CDLL(spec.origin)
     except OSError as error:
         return f"the native kernels could not be loaded: {error}"
-    found.abc_kind.restype = ctypes.c_char_p
+    found.abc_kind.restype = found.abc_kind_at.restype = ctypes.c_char_p
+    width = os.environ.get("ABC_ATTN_SIMD")
+    if width and found.abc_use(width.encode()):
+        has = ", ".join(map(repr, _widths(found)))
+        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {width!r}")
     found.abc_checkpoint_floats.restype = ctypes.c_int64
     found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
+    return found
+
+
+def _widths(library: ctypes.CDLL) -> list[str]:
+    found: list[str] = []
+    while (name := library.abc_kind_at(len(found))) is not None:
+        found.append(name.decode())
     return found
 
 
 LIBRARY = _load()
 _AVAILABLE = not isinstance(LIBRARY, str)
 
+# Made once: a decoding step may be declined at every layer.
+_NO_DROPOUT = Declined("it has no dropout")
+_NO_STEP = Declined("not one contiguous fp32 token on the CPU, after others and without gradients")
+_NO_ROTATION = Declined("not one fp32 token on the CPU, without gradients")
+_WIDTH = Declined("heads must have a multiple of 16 channels")
+_SHAPES = Declined("the shapes of the state and of the inputs differ")
 
-def applies(*tensors: Tensor | None) -> bool:
-    """Whether the native kernels can take these: on the CPU and in fp32."""
-    return _AVAILABLE and all(
-        x is None or (x.device.type == "cpu" and x.dtype in (torch.float32, torch.bool)) for x in tensors
-    )
+
+def unavailable() -> str | None:
+    return LIBRARY if isinstance(LIBRARY, str) else None
 
 
-def native(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    write: Write,
-    memory: Memory,
-    *,
-    linear: bool,
-    floor: float,
-    mask_empty: bool,
-    scale: float | None,
-    dropout: float,
-) -> tuple[Tensor, Memory]:
-    """Causal attention: arguments and results of core.reference (without dropout)."""
-    assert dropout == 0
-    options = (False, linear, mask_empty, True, query_scale(q, scale), floor)
+def describe() -> str:
+    threads = f"{torch.get_num_threads()} threads, torch's own" if _library().abc_threads() else "one thread"
+    return f"fused kernels for fp32 on the CPU ({_library().abc_kind().decode()}, {threads})"
+
+
+def widths() -> list[str]:
+    """The vector widths that the kernels have on this machine, widest first; the first is the default."""
+    return [] if unavailable() else _widths(_library())
+
+
+def use_width(name: str) -> None:
+    """Use the kernels of another vector width, as ABC_ATTN_SIMD does from the start.
+
+    Not between a forward pass and its backward pass: what one keeps for the other is laid out by width.
+    """
+    if _library().abc_use(name.encode()):
+        raise ValueError(f"this machine has no vector width {name!r}; accepted: {', '.join(map(repr, widths()))}")
+
+
+def _not_for(*tensors: Tensor | None) -> Declined | None:
+    """Why the kernels cannot take these tensors, if they cannot."""
+    if not _AVAILABLE:
+        return Declined(str(LIBRARY))
+    for x in tensors:
+        if x is not None and (x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bool)):
+            return Declined(f"it takes fp32 on the CPU, and {x.dtype} on {x.device.type} was given")
+    return None
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, write: Write, memory: Memory, reading: Reading
+) -> tuple[Tensor, Memory] | Declined:
+    """Causal attention: arguments and results of core.reference."""
+    if reading.dropout:
+        return _NO_DROPOUT
+    if reading.linear and reading.mask_empty:
+        return Declined("it has no linear read that leaves out empty slots")
+    if declined := _not_for(k, *memory):
+        return declined
+    options = (False, reading.linear, reading.mask_empty, True, query_scale(q, reading.scale), reading.floor)
     out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
     return out, memory
 
 
-def native_mean(
+def mean(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_weights: Tensor,
     memory: Memory,
     log_total: Tensor,
-    *,
+    reading: Reading,
     causal: bool,
-    mask_empty: bool,
-    scale: float | None,
-) -> tuple[Tensor, Memory, Tensor]:
-    """Attention over weighted means, of the tokens so far or of all: running_mean and core.reference, or running_mean,
-    core.write and core.read, in one."""
-    options = (True, False, mask_empty, causal, query_scale(q, scale), 0.0)
+) -> tuple[Tensor, Memory, Tensor] | Declined:
+    """Attention over weighted means, of the tokens so far or of all of them.
+
+    In one call what running_mean and core.reference would do, or running_mean, core.write_all and core.read_memory.
+    """
+    if reading.dropout:
+        return _NO_DROPOUT
+    if declined := _not_for(k, v, log_weights, *memory):
+        return declined
+    options = (True, False, reading.mask_empty, causal, query_scale(q, reading.scale), 0.0)
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
 
 
 _STEP = (*[torch.float32] * 7, torch.bool, torch.float64)  # q, k, v, log_weights, memory, log_total
 
 
-def native_mean_step(
+def mean_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_weights: Tensor,
     memory: Memory | None,
     log_total: Tensor | None,
-    *,
-    mask_empty: bool,
-    scale: float | None,
-) -> tuple[Tensor, Memory, Tensor] | None:
-    """One token of native_mean after others: decoding is made of it, so as little as can be is done besides.
+    reading: Reading,
+) -> tuple[Tensor, Memory, Tensor] | Declined:
+    """One token of `mean` after others. Decoding is made of it, so as little as possible is done besides.
 
-    None for all that is out of the ordinary, which goes the general way and may be refused there.
+    Declines inputs that the fast path does not support; `mean` handles them, or they are refused on the way there.
     """
-    if not _AVAILABLE or torch.compiler.is_compiling() or type(memory) is not Memory:
-        return None
+    if not _AVAILABLE or torch.compiler.is_compiling() or type(memory) is not Memory or reading.dropout:
+        return _NO_STEP
     given: tuple[Any, ...] = (q, k, v, log_weights, *memory, log_total)
     if not all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in given):
-        return None
+        return _NO_STEP
     if tuple(x.dtype for x in given) != _STEP or not q.dim() == k.dim() == v.dim() == log_weights.dim() == 4:
-        return None
+        return _NO_STEP
     b, h, _, d = k.shape
     heads, e, n = q.shape[1], v.shape[3], log_weights.shape[3]
     if not b * h * d * e * n or heads % h:
-        return None
+        return _NO_STEP
     of_slots, of_token = (b, h, n), ((b, heads, 1, d), (b, h, 1, d), (b, h, 1, e), (b, h, 1, n))
     if tuple(x.shape for x in given) != (*of_token, (*of_slots, d), (*of_slots, e), of_slots, of_slots, of_slots):
-        return None
+        return _NO_STEP
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return None
+        return _NO_STEP
     after = [torch.empty_like(x) for x in given[4:]]
     out = v.new_empty(b, heads, 1, e)
-    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, mask_empty, 1, 0, torch.get_num_threads())  # as _SIZES
+    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, reading.mask_empty, 1, 0, torch.get_num_threads())  # as _SIZES
     pointers = [None if x is None else x.data_ptr() for x in (*given[:4], None, None, *given[4:], *after, out)]
-    _run_native(_Args(*sizes, query_scale(q, scale), 0.0, *pointers))
+    _run_native(_Args(*sizes, query_scale(q, reading.scale), 0.0, *pointers))
     *after_memory, after_total = after
     return out, Memory(*after_memory), after_total
 
 
-def native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-    """`x * cos + x.roll(d/2) * sin` of heads x `b h 1 d`, with cos and sin `b 1 1 d`.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | Declined:
+    """`x * cos + x.roll(d/2) * sin` of one token: heads x `b h 1 d`, cos and sin `b 1 1 d`.
 
-    Of so little torch's operators would cost more than what they do. None where the kernel does not apply.
+    With so little to compute, the overhead of torch's operators would be most of the time.
     """
     batch, heads, t, d = x.shape
-    if t != 1 or d % 2 or cos.shape != (batch, 1, 1, d) or sin.shape != cos.shape or not applies(x, cos, sin):
-        return None
-    if x.requires_grad and torch.is_grad_enabled():
-        return None
+    if t != 1 or d % 2 or cos.shape != (batch, 1, 1, d) or sin.shape != cos.shape or not has_values(x):
+        return _NO_ROTATION
+    if _not_for(x, cos, sin) or (x.requires_grad and torch.is_grad_enabled()):
+        return _NO_ROTATION
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
     _library().abc_rotate(batch, heads, d, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     return out
 
 
-def native_ring_step(
-    q: Tensor,
-    to_sinks: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    memory: Memory,
-    row: Tensor,
-    sinks: int,
-    scale: float,
-) -> Tensor | None:
-    """One token of each of a batch: it replaces `row` `b` of the memory, in place, which is then read as a whole.
-
-    `to_sinks`, if given, reads the first `sinks` rows in the place of q. All have the memory's dtype. None where the
-    kernel does not apply.
-    """
+def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
+    """A token replaces a row of a full memory, in place, and the memory is read as a whole."""
+    q, k, v, memory, row = token.q, token.k, token.v, token.memory, token.place.row
     batch, heads, n, d = memory.k.shape
     e = memory.v.shape[3]
-    if d % 16 or e % 16 or not applies(memory.k, memory.v):
-        return None
+    if not (token.in_place and token.place.full) or token.key_padding_mask is not None or token.band.dilation > 1:
+        return Declined("it replaces a token of a full memory in place, without padding or dilation")
+    if token.reading.dropout:
+        return _NO_DROPOUT
+    if d % 16 or e % 16:
+        return _WIDTH
+    if declined := _not_for(memory.k, memory.v):
+        return declined
     # What does not fit is left to torch, which says so: a state may come from a file.
     shapes = (k.shape, v.shape, memory.v.shape[:3], row.numel(), len(q), q.shape[1] % heads, q.shape[2:])
     if shapes != ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), batch, batch, 0, (1, d)):
-        return None
+        return _SHAPES
     if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
-        return None
-    sizes = (batch * heads, heads, q.shape[1] // heads, n, d, e, sinks, torch.get_num_threads())
+        return Declined("the memory must be contiguous to be written in place")
+    sizes = (batch * heads, heads, q.shape[1] // heads, n, d, e, token.band.sinks, torch.get_num_threads())
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
-    given = [None if x is None else x.contiguous() for x in (q, to_sinks, k, v, row)]
+    given = [None if x is None else x.contiguous() for x in (q, token.to_sinks, k, v, row)]
     pointers = [None if x is None else x.data_ptr() for x in (*given, memory.k, memory.v, out)]
-    if _library().abc_ring(ctypes.byref(_Ring(*sizes, scale, *pointers))):
-        raise MemoryError("the native kernels could not allocate their scratch memory")
-    return out
+    _finish(_library().abc_ring(ctypes.byref(_Ring(*sizes, query_scale(q, token.reading.scale), *pointers))))
+    return out, memory
 
 
-def native_band(
-    q: Tensor,
-    to_sinks: Tensor | None,
-    sinks: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    missing: Tensor,
-    count: Tensor,
-    scale: float,
-) -> Tensor | None:
-    """Query i of t reads the last `window` keys up to its own, which `k.shape[2] - t` others stand before, but not the
-    first `missing` `b` of all; and those `sinks` (keys, values) that `count` `b` tokens and i more have passed.
-
-    None where the kernel does not apply: it has no gradients.
-    """
-    given = (q, to_sinks, *sinks, k, v)
-    batch, heads, total, d = k.shape
+def band(stretch: Stretch) -> Tensor | Declined:
+    """What the queries of a stretch read; without gradients."""
+    q, to_sinks, sink_k, sink_v, k, v, missing, before, band, reading = stretch
+    batch, heads, _, d = k.shape
     e, t = v.shape[3], q.shape[2]
-    if d % 16 or e % 16 or not applies(*given):
-        return None
+    given = (q, to_sinks, sink_k, sink_v, k, v)
+    if band.dilation > 1 or not has_values(k):
+        return Declined("it has no dilated bands, and none in a traced graph")
+    if reading.dropout:
+        return _NO_DROPOUT
+    if d % 16 or e % 16:
+        return _WIDTH
+    if declined := _not_for(*given):
+        return declined
     # What does not fit is left to torch, which says so: a state may come from a file.
-    held, of_query = sinks[0].shape[2], (batch, q.shape[1], t, d)
-    shapes = (
-        q.shape,
-        to_sinks is None or to_sinks.shape,
-        v.shape[:3],
-        sinks[0].shape,
-        sinks[1].shape,
-        q.shape[1] % heads,
-    )
+    held, of_query = sink_k.shape[2], (batch, q.shape[1], t, d)
+    shapes = (q.shape, to_sinks is None or to_sinks.shape, v.shape[:3], sink_k.shape, sink_v.shape, q.shape[1] % heads)
     fitting = (of_query, to_sinks is None or of_query, k.shape[:3], (batch, heads, held, d), (batch, heads, held, e), 0)
-    if shapes != fitting or missing.shape != (batch,) or count.shape != (batch,):
-        return None
+    if shapes != fitting or missing.shape != (batch,) or before.shape != (batch,):
+        return _SHAPES
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return None
-    sizes = (batch * heads, heads, q.shape[1] // heads, t, total - t, window, held, d, e)
+        return Declined("its bands have no gradients")
+    sizes = (batch * heads, heads, q.shape[1] // heads, t, stretch.lead, band.window, held, d, e)
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
-    kept = [None if x is None else x.contiguous() for x in (*given, missing, count)]
+    kept = [None if x is None else x.contiguous() for x in (*given, missing, before)]
     pointers = [None if x is None else x.data_ptr() for x in (*kept, out)]
-    if _library().abc_band(ctypes.byref(_Band(*sizes, torch.get_num_threads(), scale, *pointers))):
-        raise MemoryError("the native kernels could not allocate their scratch memory")
+    scale, threads = query_scale(q, reading.scale), torch.get_num_threads()
+    _finish(_library().abc_band(ctypes.byref(_Band(*sizes, threads, scale, *pointers))))
     return out
 
 
@@ -286,7 +308,7 @@ def _run(
 ) -> tuple[Tensor, Memory, Tensor]:
     inputs = (q.to(v.dtype), k, v, phi, log_decay, readable, *memory, log_total)
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    # The operator's bookkeeping costs more than a short sequence does; where nobody asks for it, it is left out.
+    # Dispatching the operator takes longer than a short sequence does: skip it where no gradient is needed.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
     options = (mean, linear, mask_empty, causal, scale, floor, saves)
     parts = 1 if linear or k.shape[2] == 1 else _parts(k.shape[0] * k.shape[1], phi.shape[-1])
@@ -493,5 +515,9 @@ def _call(args: Any, **tensors: Tensor | None) -> None:
 
 
 def _run_native(args: Any) -> None:
-    if _library().abc_run(ctypes.byref(args)):
+    _finish(_library().abc_run(ctypes.byref(args)))
+
+
+def _finish(failed: int) -> None:
+    if failed:
         raise MemoryError("the native kernels could not allocate their scratch memory")

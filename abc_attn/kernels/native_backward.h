@@ -1,10 +1,10 @@
-// The gradients of a pass over a row of tokens, causal or not.
+// The backward pass over the tokens of one row, causal or not (docs/maths.md, N5 to N8).
 
-// Gradients of the memory: dK (np x dp), dV (np x ep), of its mass, and what scaling it would do.
-struct Slope {
+// Gradients of the memory, or of the sums S: dK (np x dp), dV (np x ep), d mass (np).
+struct MemoryGradient {
     float *k, *v, *mass;
 
-    void enter(Row &w, int64_t row) {
+    void load_gradient(Row &w, int64_t row) {
         k = w.take(w.np * w.dp), v = w.take(w.np * w.ep), mass = w.take(w.np);
         memset(k, 0, (size_t)w.np * w.dp * 4), memset(v, 0, (size_t)w.np * w.ep * 4), memset(mass, 0, w.np * 4);
         copy_rows(w.n, w.d, w.a->d_memory_k + row * w.n * w.d, k, w.dp);
@@ -17,7 +17,8 @@ struct Slope {
         for (int i = 0; i < w.n; i++) mass[i] *= by[i];
     }
 
-    // What scaling slot i would do. Its keys and values stand `k_row` apart from the next slot's, and `k_step` apart.
+    // The gradient of the logarithm of a factor on slot i: the inner product of the slot and its gradient. mk[i * k_row +
+    // j * k_step] is entry j of its key; values likewise.
     double effect(const Row &w, int i, const float *mk, int k_row, int k_step, const float *mv, int v_row, int v_step,
                   float m) const {
         double dot = (double)mass[i] * m;
@@ -26,7 +27,7 @@ struct Slope {
         return dot;
     }
 
-    void leave(const Row &w, int64_t row) const {
+    void store_gradient(const Row &w, int64_t row) const {
         for (int i = 0; i < w.n; i++) {
             const int64_t slot = row * w.n + i;
             if (w.d) memcpy(w.a->d_memory_k + slot * w.d, k + i * w.dp, w.d * 4);
@@ -36,147 +37,157 @@ struct Slope {
     }
 };
 
-// `length x width` transposed; the rows that a short piece lacks may hold anything, but not lie outside the tensor.
-static void turn(int piece, int length, int width, const float *from, float *room, float *to) {
-    if (length < piece && from != room && width) memcpy(room, from, (size_t)length * width * 4), from = room;
-    transpose(piece, width, from, width, to, piece);
+// Tokens (length x width) transposed to width x chunk. A chunk that is shorter is copied to `room` first, so that no load
+// lies outside the tensor; what the missing rows hold does not matter.
+static void transpose_tokens(int chunk, int length, int width, const float *from, float *room, float *to) {
+    if (length < chunk && from != room && width) memcpy(room, from, (size_t)length * width * 4), from = room;
+    transpose(chunk, width, from, width, to, chunk);
 }
 
-static inline void lower(float *p, int length, int piece) {  // zero above the diagonal
+// p_tj = 0 for j > t: a query reads no later token.
+static inline void clear_above_diagonal(float *p, int length, int chunk) {
     ivec column;
     for (int l = 0; l < VL; l++) column[l] = l;
     for (int i = 0; i < length; i++)
-        for (int j = 0; j < piece; j += VL) {
-            vec kept = load(p + i * piece + j);
-            store(p + i * piece + j, column + j <= i - (ivec){} ? kept : (vec){});
+        for (int j = 0; j < chunk; j += VL) {
+            vec kept = load(p + i * chunk + j);
+            store(p + i * chunk + j, column + j <= i - (ivec){} ? kept : (vec){});
         }
 }
 
-// The gradients, piece by piece from the last to the first. With S the scores, p the read weights, and for every query
-//     dp_tn = d_out_t . V_tn,   dS = p (dp - sum p dp),   u = dS S + p dp   (what scaling slot n's memory at t would do)
-// the gradient of a token's share is that of its row in K and V; that of the running sum is -u, that of the decays the
-// sum of u - phi d_phi over later tokens. The sums at the pieces' starts are recomputed from the checkpoints.
+// Causal: chunk by chunk, from the last to the first. With s_tn the scores and p the read weights,
+//     N5   dp_tn = d_out_t . V_tn,   ds = p (dp - sum_n p dp),   u = ds s + p dp   (the gradient of log x_tn)
+//     N6   dc_jn = sum_{t >= j} x_tn (scale ds_tn q_t . k_j + p_tn d_out_t . v_j)  +  d_memory_n . [k_j, v_j, 1]
+//     N7   running mean:  dl_j = c_j (dc_j - sum_{t >= j} x_t u_t)
+//     N8   decays:        d phi_j = exp(-L_j) dc_j,   d log_decay_j = sum_{t >= j} (u_t - phi_t d phi_t)
+// Sums at the chunks' starts are recomputed from the checkpoints, a span at a time.
 static void backward_row(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
-    const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, chunk = w.chunk;
+    const int64_t t = a->t, spans = (t + SPAN - 1) / SPAN;
     const size_t sums = sums_floats(w);
-    float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *vT = w.take(ep * piece);
-    float *kT = w.take(dp * piece), *cT = w.take(np * piece);
-    float *scores = w.take(piece * np), *y = w.take(piece * np), *z = w.take(piece * np), *u = w.take(piece * np);
-    float *dc = w.take(piece * np), *later = w.take(np), *unscale = w.take(np), *den = w.take(piece);
-    float *pairs = w.take(piece * piece), *outer = w.take(piece * piece), *mix = w.take(piece * piece);
-    float *dqb = w.take(piece * dp), *dkb = w.take(piece * dp), *dvb = w.take(piece * ep);
-    float *dcT = w.take(np * piece);
-    double *carried = (double *)w.take(2 * np);  // running mean: u / A over later tokens; decays: u - phi d_phi
-    Slope slope;
-    slope.enter(w, row);
-    float *starts = w.take(SEGMENT * sums);
-    for (int64_t segment = segments - 1; segment >= 0; segment--) {
-        // Once more forward through the segment, noting where each piece starts and from what.
-        const int64_t first = segment * SEGMENT, stop = first + SEGMENT < t ? first + SEGMENT : t;
-        int64_t begins[SEGMENT];
-        int lengths[SEGMENT], pieces = 0;
-        recall(w, s, a->checkpoints + (row * segments + segment) * carry_floats(w));
+    float *qb = w.take(chunk * dp), *gb = w.take(chunk * ep), *vT = w.take(ep * chunk);
+    float *kT = w.take(dp * chunk), *cT = w.take(np * chunk);
+    float *scores = w.take(chunk * np), *y = w.take(chunk * np), *z = w.take(chunk * np), *u = w.take(chunk * np);
+    float *dc = w.take(chunk * np), *later = w.take(np), *unscale = w.take(np), *den = w.take(chunk);
+    float *pairs = w.take(chunk * chunk), *outer = w.take(chunk * chunk), *mix = w.take(chunk * chunk);
+    float *dqb = w.take(chunk * dp), *dkb = w.take(chunk * dp), *dvb = w.take(chunk * ep);
+    float *dcT = w.take(np * chunk);
+    double *carried = (double *)w.take(2 * np);  // sums over later tokens; running mean: x u (N7), decays: u - phi d_phi (N8)
+    MemoryGradient d_memory;
+    d_memory.load_gradient(w, row);
+    float *starts = w.take(SPAN * sums);
+    for (int64_t span = spans - 1; span >= 0; span--) {
+        // 1. Forward through the span again: each chunk's start, length and sums at its start
+        const int64_t first = span * SPAN, stop = first + SPAN < t ? first + SPAN : t;
+        int64_t begins[SPAN];
+        int lengths[SPAN], chunks = 0;
+        load_checkpoint(w, s, a->checkpoints + (row * spans + span) * carry_floats(w));
         for (int i = 0; i < np; i++) unscale[i] = s.scale[i] == 0 ? 0 : 1 / s.scale[i];
         for (int64_t from = first; from < stop;) {
-            for (int64_t end = from + piece < stop ? from + piece : stop, length; from < end; from += length) {
-                w.piece_at(from - first);
-                length = w.length_of_piece(s, from, end - from);
-                begins[pieces] = from, lengths[pieces] = length;
+            for (int64_t end = from + chunk < stop ? from + chunk : stop, length; from < end; from += length) {
+                w.chunk_at(from - first);
+                length = w.chunk_length(s, from, end - from);
+                begins[chunks] = from, lengths[chunks] = length;
                 w.coefficients(s, from, length);
-                float *to = starts + pieces++ * sums;
-                memcpy(to, s.plain, np * dp * 4), memcpy(to + np * dp, s.turned, ep * np * 4);
+                float *to = starts + chunks++ * sums;
+                memcpy(to, s.plain, np * dp * 4), memcpy(to + np * dp, s.transposed, ep * np * 4);
                 memcpy(to + np * dp + ep * np, s.mass, np * 4);
                 w.tokens(from, length);
-                if (from + length < stop || segment == segments - 1)
-                    w.advance_turned(s, length), w.advance_plain(s, length);
+                if (from + length < stop || span == spans - 1)
+                    w.advance_transposed(s, length), w.advance_plain(s, length);
             }
         }
-        if (segment == segments - 1)
+        if (span == spans - 1)
             for (int i = 0; i < np; i++) {
                 carried[i] = 0;
                 if (i >= n) continue;
-                carried[i] = slope.effect(w, i, s.plain, dp, 1, s.turned, 1, np, s.mass[i]) * s.scale[i];
+                carried[i] = d_memory.effect(w, i, s.plain, dp, 1, s.transposed, 1, np, s.mass[i]) * s.scale[i];
                 if (a->mean) carried[i] -= a->d_log_total[row * n + i];
             }
-        // Between segments the gradients are of the memory; inside, of the sums, whose scale each pass chooses by itself.
-        slope.scale(w, s.scale);
+        // 2. Between spans d_memory is the gradient of the memory, inside one that of the sums: the passes scale sums differently
+        d_memory.scale(w, s.scale);
         for (int i = 0; a->mean && i < n; i++) carried[i] *= s.scale[i];
-        while (pieces--) {
-            const int64_t from = begins[pieces];
-            const int length = lengths[pieces];
-            w.piece_at(from - first);
-            const float *K = starts + pieces * sums, *vt = K + np * dp, *mass = vt + ep * np;
+        while (chunks--) {
+            const int64_t from = begins[chunks];
+            const int length = lengths[chunks];
+            w.chunk_at(from - first);
+            const float *K = starts + chunks * sums, *vt = K + np * dp, *mass = vt + ep * np;
             w.tokens(from, length);
-            turn(piece, length, dp, w.keys, w.kb, kT);
-            turn(piece, length, ep, w.values, w.vb, vT);
-            transpose(piece, np, w.c, np, cT, piece);
-            // Through the sums after the piece.
+            transpose_tokens(chunk, length, dp, w.keys, w.kb, kT);
+            transpose_tokens(chunk, length, ep, w.values, w.vb, vT);
+            transpose(chunk, np, w.c, np, cT, chunk);
+            // 3. What the chunk's tokens gave to the sums after it: d_memory . [k, v, 1] to dc, c . d_memory to dk and dv
             float *dk = d == dp ? a->d_k + (row * t + from) * d : dkb, *dv = e == ep ? a->d_v + (row * t + from) * e : dvb;
-            product(n, piece, e, slope.v, ep, 1, vT, piece, dcT, piece);
-            product<true>(n, piece, d, slope.k, dp, 1, kT, piece, dcT, piece);
-            transpose(np, piece, dcT, piece, dc, np);
-            product(length, ep, n, w.c, np, 1, slope.v, ep, dv, ep);
-            product(length, dp, n, w.c, np, 1, slope.k, dp, dk, dp);
+            product(n, chunk, e, d_memory.v, ep, 1, vT, chunk, dcT, chunk);
+            product<true>(n, chunk, d, d_memory.k, dp, 1, kT, chunk, dcT, chunk);
+            transpose(np, chunk, dcT, chunk, dc, np);
+            product(length, ep, n, w.c, np, 1, d_memory.v, ep, dv, ep);
+            product(length, dp, n, w.c, np, 1, d_memory.k, dp, dk, dp);
             for (int i = 0; i < length; i++)
                 for (int j = 0; j < np; j += VL) {
-                    store(dc + i * np + j, load(dc + i * np + j) + load(slope.mass + j));
+                    store(dc + i * np + j, load(dc + i * np + j) + load(d_memory.mass + j));
                     store(u + i * np + j, (vec){});
                 }
+            // 4. What the chunk's queries read, for each query head of the group
             for (int64_t group = 0; group < a->g; group++) {
                 const int64_t at = (row * a->g + group) * t + from;
                 const float *qs = a->linear ? padded(length, n, w.q + (group * t + from) * n, scores, np, 0.0f)
                                             : padded(length, d, w.q + (group * t + from) * d, qb, dp, 0.0f);
                 const float *gs = padded(length, e, a->d_out + at * e, gb, ep, 0.0f);
+                // 4a. y = dp / x (N5): d_out against the values before the chunk, and inside it (outer_tj = d_out_t . v_j)
                 product(length, np, e, gs, ep, 1, vt, np, y, np);
-                product<false, CORNER>(length, piece, e, gs, ep, 1, vT, piece, outer, piece);
-                lower(outer, length, piece);
-                product<true, LOWER>(length, np, length, outer, piece, 1, w.c, np, y, np);
+                product<false, CORNER>(length, chunk, e, gs, ep, 1, vT, chunk, outer, chunk);
+                clear_above_diagonal(outer, length, chunk);
+                product<true, LOWER>(length, np, length, outer, chunk, 1, w.c, np, y, np);
+                // 4b. Back through the read weights: z = p x, y = the gradient of q . S, u (N5)
                 if (a->linear) {
-                    // o = f V / den: the denominator is one more column of V, the constant 1.
-                    features(w, mass, length, qs, z, den);
+                    // o = f(q) V / den; den = f(q) . mass is treated as one more column of V, that of the constant 1
+                    linear_weights(w, mass, length, qs, z, den);
                     for (int i = 0; i < length; i++) {
-                        for (int j = 0; j < np; j += VL) store(z + i * np + j, over(load(z + i * np + j), den[i]));
+                        for (int j = 0; j < np; j += VL) store(z + i * np + j, divide_or_zero(load(z + i * np + j), den[i]));
                         vec numerator = {};
                         for (int j = 0; j < np; j += VL) numerator += load(z + i * np + j) * load(y + i * np + j);
-                        const float minus = a->floor && den[i] == a->floor ? 0.0f : -sum(numerator);  // a floor is constant
+                        // at the floor the denominator is a constant
+                        const float minus = a->floor && den[i] == a->floor ? 0.0f : -sum(numerator);
                         for (int j = 0; j < np; j += VL) {
                             int l = i * np + j;
                             vec ones = load(mass + j) + load(w.cumulative + l);
                             vec both = load(y + l) + ones * minus;
-                            vec back = over(both * load(w.x + l), den[i]);
+                            vec back = divide_or_zero(both * load(w.x + l), den[i]);
                             if (w.masked()) back = load(w.allow + l) == (vec){} ? back : (vec){};
                             store(u + l, load(u + l) + load(z + l) * both);
                             store(y + l, back);
-                            store(slope.mass + j, load(slope.mass + j) + load(z + l) * minus);
+                            store(d_memory.mass + j, load(d_memory.mass + j) + load(z + l) * minus);
                         }
                         memcpy(a->d_q + (at + i) * n, y + i * np, n * 4);
-                        for (int j = 0; j <= i; j++) outer[i * piece + j] += minus;
+                        for (int j = 0; j <= i; j++) outer[i * chunk + j] += minus;
                     }
                 } else {
-                    const float *found = w.recover(length, a->scores + at * n, a->lse + at, scores, z);
-                    w.back(length, found, z, y, w.x, u, a->d_lse ? a->d_lse + at : nullptr);
+                    const float *found = w.recompute_weights(length, a->scores + at * n, a->lse + at, scores, z);
+                    w.softmax_backward(length, found, z, y, w.x, u, a->d_lse ? a->d_lse + at : nullptr);
                 }
-                product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
-                product<false, CORNER>(length, piece, n, z, np, 1, cT, piece, mix, piece);
-                lower(mix, length, piece);
-                product<true, UPPER>(length, ep, length, mix, 1, piece, gs, ep, dv, ep);
-                product<true, UPPER>(length, np, length, outer, 1, piece, z, np, dc, np);
-                if (a->linear) continue;
-                product<false, CORNER>(length, piece, d, qs, dp, 1, kT, piece, pairs, piece);
-                lower(pairs, length, piece);
-                product<true, UPPER>(length, np, length, pairs, 1, piece, y, np, dc, np);
+                // 4c. To the values: of the memory before the chunk (d_memory.v) and inside it (mix_tj = z_t . c_j); to c (N6)
+                product<true>(n, ep, length, z, 1, np, gs, ep, d_memory.v, ep);
+                product<false, CORNER>(length, chunk, n, z, np, 1, cT, chunk, mix, chunk);
+                clear_above_diagonal(mix, length, chunk);
+                product<true, UPPER>(length, ep, length, mix, 1, chunk, gs, ep, dv, ep);
+                product<true, UPPER>(length, np, length, outer, 1, chunk, z, np, dc, np);
+                if (a->linear) continue;  // no keys
+                // 4d. To c (pairs_tj = q_t . k_j, N6), to q, and to the keys before the chunk and inside it
+                product<false, CORNER>(length, chunk, d, qs, dp, 1, kT, chunk, pairs, chunk);
+                clear_above_diagonal(pairs, length, chunk);
+                product<true, UPPER>(length, np, length, pairs, 1, chunk, y, np, dc, np);
                 float *to = d == dp ? a->d_q + at * d : dqb;
                 product(length, dp, n, y, np, 1, K, dp, to, dp);
-                product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);
-                product<false, CORNER>(length, piece, n, y, np, 1, cT, piece, mix, piece);
-                lower(mix, length, piece);
-                product<true, LOWER>(length, dp, length, mix, piece, 1, w.keys, dp, to, dp);
-                product<true, UPPER>(length, dp, length, mix, 1, piece, qs, dp, dk, dp);
+                product<true>(n, dp, length, y, 1, np, qs, dp, d_memory.k, dp);
+                product<false, CORNER>(length, chunk, n, y, np, 1, cT, chunk, mix, chunk);
+                clear_above_diagonal(mix, length, chunk);
+                product<true, LOWER>(length, dp, length, mix, chunk, 1, w.keys, dp, to, dp);
+                product<true, UPPER>(length, dp, length, mix, 1, chunk, qs, dp, dk, dp);
                 for (int i = 0; to == dqb && i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
             }
             const int64_t at = row * t + from;
@@ -184,7 +195,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                 if (dk == dkb) memcpy(a->d_k + (at + i) * d, dkb + i * dp, d * 4);
                 if (dv == dvb) memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
             }
-            // To the shares.
+            // 5. From c to the logits of a running mean (N7), or to phi and log_decay (N8)
             if (a->mean) {
                 for (int j = 0; j < np; j++) later[j] = (float)carried[j];
                 for (int j = 0; j < np; j += VL) {
@@ -210,62 +221,67 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                     a->d_log_decay[row * t * n + at_slot] = w.ld[at_slot] == -INFINITY ? 0.0f : (float)carried[j];
                 }
             for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, dc + i * np, n * 4);
-            slope.scale(w, w.shrink);  // from here on the gradients are of the sums before the piece
+            d_memory.scale(w, w.shrink);  // now the gradient of the sums before the chunk
         }
-        slope.scale(w, unscale);
+        d_memory.scale(w, unscale);
         for (int i = 0; a->mean && i < n; i++) carried[i] *= unscale[i];
     }
+    // 6. To the running sum that was passed in
     if (a->mean) {
-        recall(w, s, a->checkpoints + row * segments * carry_floats(w));
+        load_checkpoint(w, s, a->checkpoints + row * spans * carry_floats(w));
         for (int i = 0; i < n; i++) {
-            const double effect = slope.effect(w, i, s.plain, dp, 1, s.turned, 1, np, s.mass[i]) * s.scale[i];
+            const double effect = d_memory.effect(w, i, s.plain, dp, 1, s.transposed, 1, np, s.mass[i]) * s.scale[i];
             a->d_log_total[row * n + i] = s.total[i] == 0 ? 0.0 : effect - carried[i];
         }
     }
-    slope.leave(w, row);
+    d_memory.store_gradient(w, row);
 }
 
-// ... and where the pass was not causal: the queries first, then the tokens, each of which had the share
-// exp(logit - log_total) of its slot.
+// Not causal: first the queries, then the tokens. Token j has the share phi_j = exp(logit_j - log_total) of its slot (eq. 7).
 static void backward_whole(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece;
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, chunk = w.chunk;
     const float *mk = a->memory_k + row * n * d, *mv = a->memory_v + row * n * e;
-    float *qb = w.take(piece * dp), *gb = w.take(piece * ep), *scores = w.take(piece * np);
-    float *y = w.take(piece * np), *z = w.take(piece * np), *dqb = w.take(piece * dp), *dvb = w.take(piece * ep);
+    float *qb = w.take(chunk * dp), *gb = w.take(chunk * ep), *scores = w.take(chunk * np);
+    float *y = w.take(chunk * np), *z = w.take(chunk * np), *dqb = w.take(chunk * dp), *dvb = w.take(chunk * ep);
     float *K = w.take(np * dp), *V = w.take(np * ep), *vt = w.take(ep * np), *dkt = w.take(dp * np), *dvt = w.take(ep * np);
     float *total = w.take(np), *rest = w.take(np), *effects = w.take(np);
     copy_rows(n, d, mk, K, dp), copy_rows(n, e, mv, V, ep);
     memset(K + n * dp, 0, (size_t)(np - n) * dp * 4), memset(V + n * ep, 0, (size_t)(np - n) * ep * 4);
     transpose(np, ep, V, ep, vt, np);
-    Slope slope;
-    slope.enter(w, row);
+    MemoryGradient d_memory;
+    d_memory.load_gradient(w, row);
+    // 1. Back through the reads, a chunk of queries at a time: d_q and the gradient of the memory
     for (int64_t group = 0; group < a->g; group++)
-        for (int64_t from = 0; from < a->queries; from += piece) {
-            const int length = (int)(a->queries - from < piece ? a->queries - from : piece);
+        for (int64_t from = 0; from < a->queries; from += chunk) {
+            const int length = (int)(a->queries - from < chunk ? a->queries - from : chunk);
             const int64_t at = (row * a->g + group) * a->queries + from;
             const float *qs = padded(length, d, w.q + (group * a->queries + from) * d, qb, dp, 0.0f);
             const float *gs = padded(length, e, a->d_out + at * e, gb, ep, 0.0f);
             product(length, np, e, gs, ep, 1, vt, np, y, np);
-            const float *found = w.recover(length, a->scores + at * n, a->lse + at, scores, z);
-            w.back(length, found, z, y, nullptr, nullptr, a->d_lse ? a->d_lse + at : nullptr);
+            const float *found = w.recompute_weights(length, a->scores + at * n, a->lse + at, scores, z);
+            w.softmax_backward(length, found, z, y, nullptr, nullptr, a->d_lse ? a->d_lse + at : nullptr);
             float *to = d == dp ? a->d_q + at * d : dqb;
             product(length, dp, n, y, np, 1, K, dp, to, dp);
-            product<true>(n, dp, length, y, 1, np, qs, dp, slope.k, dp);
-            product<true>(n, ep, length, z, 1, np, gs, ep, slope.v, ep);
+            product<true>(n, dp, length, y, 1, np, qs, dp, d_memory.k, dp);
+            product<true>(n, ep, length, z, 1, np, gs, ep, d_memory.v, ep);
             for (int i = 0; to == dqb && i < length; i++) memcpy(a->d_q + (at + i) * d, dqb + i * dp, d * 4);
         }
+    // 2. log_total in two floats, for it may need more than 24 bits; `effects`: what log_total does to the memory
     for (int i = 0; i < np; i++) {
         const double logarithm = i < n && a->log_total[row * n + i] > -INFINITY ? a->log_total[row * n + i] : 0.0;
         total[i] = (float)logarithm, rest[i] = (float)(logarithm - total[i]);
         effects[i] = 0;
-        if (i < n) effects[i] = (float)(slope.effect(w, i, mk, d, 1, mv, e, 1, a->mass[row * n + i]) - a->d_log_total[row * n + i]);
+        if (i < n)
+            effects[i] =
+                (float)(d_memory.effect(w, i, mk, d, 1, mv, e, 1, a->mass[row * n + i]) - a->d_log_total[row * n + i]);
     }
-    transpose(np, dp, slope.k, dp, dkt, np);
-    transpose(np, ep, slope.v, ep, dvt, np);
-    for (int64_t from = 0; from < a->t; from += piece) {
-        const int length = (int)(a->t - from < piece ? a->t - from : piece);
+    // 3. To the tokens: d logit = phi (d_memory . [k, v, 1] - effects), d_k and d_v = phi d_memory
+    transpose(np, dp, d_memory.k, dp, dkt, np);
+    transpose(np, ep, d_memory.v, ep, dvt, np);
+    for (int64_t from = 0; from < a->t; from += chunk) {
+        const int length = (int)(a->t - from < chunk ? a->t - from : chunk);
         const int64_t at = row * a->t + from;
         w.tokens(from, length);
         product(length, np, d, w.keys, dp, 1, dkt, np, y, np);
@@ -275,25 +291,27 @@ static void backward_whole(const Args *a, int64_t row, float *scratch) {
             for (int j = 0; j < np; j += VL) {
                 int l = i * np + j;
                 vec share = vexp(load(logs + l) - load(total + j) - load(rest + j));
-                store(y + l, share * (load(y + l) + load(slope.mass + j) - load(effects + j)));
+                store(y + l, share * (load(y + l) + load(d_memory.mass + j) - load(effects + j)));
                 store(z + l, share);
             }
         float *dk = d == dp ? a->d_k + at * d : dqb, *dv = e == ep ? a->d_v + at * e : dvb;
-        product(length, dp, n, z, np, 1, slope.k, dp, dk, dp);
-        product(length, ep, n, z, np, 1, slope.v, ep, dv, ep);
+        product(length, dp, n, z, np, 1, d_memory.k, dp, dk, dp);
+        product(length, ep, n, z, np, 1, d_memory.v, ep, dv, ep);
         for (int i = 0; i < length; i++) {
             memcpy(a->d_phi + (at + i) * n, y + i * np, n * 4);
             if (dk == dqb) memcpy(a->d_k + (at + i) * d, dqb + i * dp, d * 4);
             if (dv == dvb) memcpy(a->d_v + (at + i) * e, dvb + i * ep, e * 4);
         }
     }
-    for (int i = 0; i < n; i++) {  // what was there before had its share too
+    // 4. To the memory that was passed in, whose share of the slot is exp(old_total - log_total)
+    for (int i = 0; i < n; i++) {
         const int64_t slot = row * n + i;
         const double before = a->old_total[slot], after = a->log_total[slot];
         total[i] = before == -INFINITY ? 0.0f : (float)exp(before - after);
-        const double effect = slope.effect(w, i, a->old_k + row * n * d, d, 1, a->old_v + row * n * e, e, 1, a->old_mass[slot]);
+        const double effect =
+            d_memory.effect(w, i, a->old_k + row * n * d, d, 1, a->old_v + row * n * e, e, 1, a->old_mass[slot]);
         a->d_log_total[slot] = total[i] * (effect - effects[i]);
     }
-    slope.scale(w, total);
-    slope.leave(w, row);
+    d_memory.scale(w, total);
+    d_memory.store_gradient(w, row);
 }

@@ -1,41 +1,46 @@
-// One pass of the bounded memory over a row of tokens, and the pieces that both directions are made of.
+// The forward pass over the tokens of one row (a batch element and key head), and the parts it shares with the backward pass.
 //
-// Tokens are taken in pieces. In a piece that starts from the sums S (of keys, values and the constant 1) query t reads
+// Tokens are taken in chunks. A chunk starts from the sums S of keys, values and the constant 1. Query t of the chunk reads
+// (equation N1 of docs/maths.md, "The native backend")
 //
-//     K_tn = x_tn (S_n + sum_{j <= t} c_jn k_j)          (V and mass alike)
+//     K_tn = x_tn (S_n + sum_{j <= t} c_jn k_j)          and V and mass likewise
 //
 // which covers both ways of writing:
-//     running mean of log-weights s (A the running sum):  c_j = exp(s_j - top),   x_t = exp(top) / A_t
-//     phi and log_decay (L their sum after the first):    c_j = phi_j exp(-L_j),  x_t = exp(L_t)
-// so inside a piece tokens are only added to the sums, and nothing is divided but once for each query and slot. Forward, tokens add to the
-// sums and read them one after the other (`Recurrence`); backward, a piece is a handful of small products of matrices. It is
-// 16 or 32 tokens where the range of exponents inside it is small, and fewer, if need be one, where not: exact either way.
+//     N2, running mean: log-weights l, running sum A            c_j = exp(l_j - top),   x_t = exp(top) / A_t
+//     N3, phi and log_decay: L_t = log_decay summed over the    c_j = phi_j exp(-L_j),  x_t = exp(L_t)
+//         chunk's tokens after its first, up to t
+// Inside a chunk tokens are only added to the sums, and there is one division per query and slot. The forward pass writes
+// and reads token by token (`Recurrence`); the backward pass turns a chunk into small matrix products. A chunk has 16 tokens
+// forward and 32 backward. It is shorter, down to one token, where its exponents would span too wide a range; the result is
+// exact in either case.
 
-// What passes from piece to piece: sums S, of which the memory is `scale` times.
-// One of keys and values is held transposed, as the products need it: keys in the forward pass, values in the backward.
+// What is carried from chunk to chunk: the sums S. The memory is `scale` times S.
+// Keys (forward) or values (backward) are held transposed, as the matrix products need them; the other is `plain`.
 struct Carry {
-    bool values_turned;
-    float *turned, *plain, *mass;  // width x np, np x width, np
+    bool values_transposed;
+    float *transposed, *plain, *mass;  // width x np, np x width, np
     float *scale;                  // np
-    float *top;                    // np   running mean: total * exp(top) is the running sum
+    float *top;                    // np   running mean: the running sum A is total * exp(top)
     double *total;
 };
 
-// One row's view of the arguments, and room for one piece (backward: for the pieces of a segment).
+// One row's view of the arguments, with scratch memory for one chunk (backward: for all chunks of a span between checkpoints).
+// np, dp, ep: n, d and e rounded up to whole vectors.
 struct Row {
     const Args *a;
-    int n, d, e, np, dp, ep, piece;
+    int n, d, e, np, dp, ep, chunk;
     const float *q, *k, *v, *phi, *ld;
     const uint8_t *readable;
     uint8_t *used;
-    float *room;  // scratch, handed out by `take`
+    float *room;  // scratch memory, handed out by `take`
     size_t taken;
-    const float *keys, *values;  // of the piece
+    const float *keys, *values;  // of the chunk's tokens
     float *next, *before, *sums, *best, *total, *kb, *vb;
     float *first_c;
     size_t kept_rows;
-    float *shrink, *x, *c, *inverse, *allow, *cumulative;  // of the piece, in `kept_rows` rows for each
+    float *shrink, *x, *c, *inverse, *allow, *cumulative;  // of the chunk's tokens, `kept_rows` rows each
 
+    // `count` floats of scratch memory, rounded up to whole cache lines.
     float *take(size_t count) {
         float *p = room + taken;
         taken += (count + 15) & ~(size_t)15;
@@ -45,8 +50,9 @@ struct Row {
     void sizes(const Args *args) {
         a = args;
         n = a->n, d = a->d, e = a->e;
-        // Short pieces stay in the nearest cache; where they are products, longer ones cost less.
-        piece = a->causal && !a->backward ? 16 : 32;
+        // The forward pass is fastest while a chunk stays in the first-level cache. Where a chunk is matrix products, its
+        // fixed cost counts more, and longer chunks are faster.
+        chunk = a->causal && !a->backward ? 16 : 32;
         np = (n + VL - 1) / VL * VL, dp = (d + VL - 1) / VL * VL, ep = (e + VL - 1) / VL * VL;
     }
 
@@ -59,34 +65,36 @@ struct Row {
         readable = a->readable ? a->readable + row * t * n : nullptr;
         used = nullptr;
         room = scratch, taken = 0;
-        next = take(np), before = take(np), sums = take(np), best = take(piece), total = take(piece);
-        kb = take(piece * dp), vb = take(piece * ep);
-        kept_rows = a->backward ? SEGMENT : piece;
+        next = take(np), before = take(np), sums = take(np), best = take(chunk), total = take(chunk);
+        kb = take(chunk * dp), vb = take(chunk * ep);
+        kept_rows = a->backward ? SPAN : chunk;
         first_c = take(6 * kept_rows * np);
-        piece_at(0);
+        chunk_at(0);
     }
 
-    // The piece that starts `offset` tokens into what is kept.
-    void piece_at(int64_t offset) {
+    // Points c, x, ... to the rows of the chunk that starts `offset` tokens into the span.
+    void chunk_at(int64_t offset) {
         size_t stride = kept_rows * np;
         c = first_c + offset * np, x = c + stride, shrink = x + stride;
         inverse = shrink + stride, allow = inverse + stride, cumulative = allow + stride;
     }
 
     void take_carry(Carry &s) {
-        s.values_turned = a->backward;
-        s.turned = take((s.values_turned ? ep : dp) * np), s.plain = take(np * (s.values_turned ? dp : ep));
+        s.values_transposed = a->backward;
+        s.transposed = take((s.values_transposed ? ep : dp) * np), s.plain = take(np * (s.values_transposed ? dp : ep));
         s.mass = take(np), s.scale = take(np), s.top = take(np), s.total = (double *)take(2 * np);
     }
 
+    // Whether some slots may be hidden from some queries.
     bool masked() const { return a->mask_empty || readable || np != n; }
 
+    // Whether the slot is in use after the token whose phi and log_decay are at `at`.
     bool still_used(size_t at, int slot) const {
         if (a->mean) return used[slot] || phi[at] > -INFINITY;
         return (used[slot] && !(ld && ld[at] == -INFINITY)) || phi[at] != 0;
     }
 
-    // After the last token: what happened to the slot last decides.
+    // Whether the slot is in use after the last token: the last write or emptying decides.
     bool used_after(int slot) const {
         for (int64_t at = a->t * n - n + slot; at >= 0; at -= n) {
             if (a->mean ? phi[at] > -INFINITY : phi[at] != 0) return true;
@@ -95,9 +103,9 @@ struct Row {
         return used[slot];
     }
 
-    // How many of the next `room` tokens can be one piece.
-    int length_of_piece(const Carry &s, int64_t from, int room) {
-        if (a->mean) return tops(s, from, room) ? room : 1;
+    // How many of the next `room` tokens can be one chunk: decays may add up to -16 nats in it, weights see find_tops.
+    int chunk_length(const Carry &s, int64_t from, int room) {
+        if (a->mean) return find_tops(s, from, room) ? room : 1;
         if (!ld) return room;
         for (int j = 0; j < n; j++) x[j] = 0;
         for (int i = 1; i < room; i++) {
@@ -108,9 +116,9 @@ struct Row {
         return room;
     }
 
-    // A running mean: finds the `next` top of a piece, and whether that is near enough to all its weights.
-    // A top stays until a weight is e^8 above it, so that the sums are seldom rescaled.
-    bool tops(const Carry &s, int64_t from, int length) {
+    // Running mean: finds the chunk's `next` top, and whether all its weights and sums are within e^30 of it.
+    // A top stays until a weight exceeds it by e^8, so the sums are seldom rescaled.
+    bool find_tops(const Carry &s, int64_t from, int length) {
         const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
         ivec wide = {};
         for (int j = 0; j < np; j += VL) {
@@ -118,7 +126,7 @@ struct Row {
             for (int i = 1; i < length; i++) peak = vmax(peak, load(logs + i * np + j));
             vec moved = peak > top + 8.0f ? peak : top;
             store(next + j, moved);
-            // not <=: a NaN, where the first is -inf and others are not, counts as wide
+            // ~(... <= 30) and not > 30: a NaN (the first weight is -inf and others are not) must count as wide
             wide |= ~(moved - vmax(top, first) <= splat(30.0f)) & (moved != splat(-INFINITY));
         }
         int any = 0;
@@ -126,23 +134,24 @@ struct Row {
         return !any;
     }
 
-    // c and x of a piece, and what its read may see; the carry is brought to the piece's scale.
+    // c and x of a chunk (N2 or N3), and which slots each query may read; S is rescaled to the chunk's units.
     void coefficients(Carry &s, int64_t from, int length) {
         if (a->mean) {
-            if (length == 1) tops(s, from, 1);
+            if (length == 1) find_tops(s, from, 1);
             mean_coefficients(s, from, length);
         } else
             decay_coefficients(s, from, length);
         memcpy(s.scale, x + (length - 1) * np, np * sizeof(float));
         rescale(s);
-        if (masked() && a->causal) visible(from, length);
-        if (a->linear)
+        if (masked() && a->causal) mask_slots(from, length);
+        if (a->linear)  // the mass inside the chunk, before x: sums of c over j <= t
             for (int j = 0; j < np; j += VL) {
                 vec sum = {};
                 for (int i = 0; i < length; i++) sum += load(c + i * np + j), store(cumulative + i * np + j, sum);
             }
     }
 
+    // N2. The running sum is kept in fp64 from chunk to chunk, in fp32 inside one.
     void mean_coefficients(Carry &s, int64_t from, int length) {
         const vec zero = {}, one = splat(1.0f);
         const float *logs = padded(length, n, phi + from * n, c, np, -INFINITY);
@@ -166,6 +175,7 @@ struct Row {
         for (int j = 0; j < np; j++) s.total[j] += sums[j];
     }
 
+    // N3. `inverse` = exp(-L_j) is kept for the gradient of phi.
     void decay_coefficients(const Carry &s, int64_t from, int length) {
         const vec zero = {}, one = splat(1.0f);
         const float *shares = padded(length, n, phi + from * n, c, np, 0.0f);
@@ -184,13 +194,14 @@ struct Row {
         }
     }
 
+    // S *= shrink, per slot; skipped where nothing changes.
     void rescale(Carry &s) const {
         bool same = true;
         for (int j = 0; j < np; j++) same &= shrink[j] == 1.0f;
         if (same) return;
-        for (int i = 0; i < (s.values_turned ? e : d); i++)
-            for (int j = 0; j < np; j += VL) store(s.turned + i * np + j, load(s.turned + i * np + j) * load(shrink + j));
-        scale_rows(s.plain, s.values_turned ? dp : ep, shrink);
+        for (int i = 0; i < (s.values_transposed ? e : d); i++)
+            for (int j = 0; j < np; j += VL) store(s.transposed + i * np + j, load(s.transposed + i * np + j) * load(shrink + j));
+        scale_rows(s.plain, s.values_transposed ? dp : ep, shrink);
         for (int j = 0; j < np; j += VL) store(s.mass + j, load(s.mass + j) * load(shrink + j));
     }
 
@@ -199,7 +210,8 @@ struct Row {
             for (int j = 0; j < width; j += VL) store(rows + i * width + j, load(rows + i * width + j) * by[i]);
     }
 
-    void visible(int64_t from, int length) {
+    // allow = 0 where query t may read slot n, -inf where not; follows `used` from token to token.
+    void mask_slots(int64_t from, int length) {
         for (int i = 0; i < length; i++)
             for (int j = 0; j < np; j++) {
                 bool see = j < n;
@@ -212,22 +224,23 @@ struct Row {
             }
     }
 
+    // The chunk's keys and values as rows of whole vectors.
     void tokens(int64_t from, int length) {
         keys = padded(length, d, k + from * d, kb, dp, 0.0f);
         values = padded(length, e, v + from * e, vb, ep, 0.0f);
     }
 
-    // The sums after the piece: of what is held transposed, and of the rest.
+    // S += sum_j c_j (x) [k_j, v_j, 1] over the chunk (eq. 5): the transposed half here, the plain half and the mass below.
     template <class Between = Nothing>
-    void advance_turned(Carry &s, int length, Between &&between = {}) const {
-        const bool v = s.values_turned;
-        product<true>(v ? e : d, np, length, v ? values : keys, 1, v ? ep : dp, c, np, s.turned, np, between);
+    void advance_transposed(Carry &s, int length, Between &&between = {}) const {
+        const bool v = s.values_transposed;
+        product<true>(v ? e : d, np, length, v ? values : keys, 1, v ? ep : dp, c, np, s.transposed, np, between);
     }
 
     template <class Between = Nothing>
     void advance_plain(Carry &s, int length, Between &&between = {}) const {
-        const int width = s.values_turned ? dp : ep;
-        product<true>(n, width, length, c, 1, np, s.values_turned ? keys : values, width, s.plain, width, between);
+        const int width = s.values_transposed ? dp : ep;
+        product<true>(n, width, length, c, 1, np, s.values_transposed ? keys : values, width, s.plain, width, between);
         advance_mass(s, length);
     }
 
@@ -239,8 +252,9 @@ struct Row {
         }
     }
 
-    void enter(Carry &s, const float *mk, const float *mv, const float *mass, const double *log_total) const {
-        memset(s.turned, 0, dp * np * sizeof(float));
+    // The sums at the start, from the memory that was passed in.
+    void load_memory(Carry &s, const float *mk, const float *mv, const float *mass, const double *log_total) const {
+        memset(s.transposed, 0, dp * np * sizeof(float));
         memset(s.plain, 0, np * ep * sizeof(float));
         for (int i = 0; i < np; i++) {
             const bool real = i < n;
@@ -249,33 +263,35 @@ struct Row {
             s.total[i] = logarithm == -INFINITY ? 0.0 : exp(logarithm - (double)s.top[i]);
             const float by = log_total ? (float)s.total[i] : 1.0f;
             s.scale[i] = by == 0 ? 0 : 1 / by, s.mass[i] = 0.0f;
-            if (!real || by == 0) continue;  // nothing was ever written
+            if (!real || by == 0) continue;  // nothing was written yet
             s.mass[i] = mass[i] * by;
-            for (int j = 0; j < d; j++) s.turned[j * np + i] = mk[i * d + j] * by;
+            for (int j = 0; j < d; j++) s.transposed[j * np + i] = mk[i * d + j] * by;
             for (int j = 0; j < e; j++) s.plain[i * ep + j] = mv[i * e + j] * by;
         }
     }
 
-    // The memory after the last token.
-    void leave(const Carry &s, int64_t row) const {
+    // The memory after the last token, from the sums.
+    void store_memory(const Carry &s, int64_t row) const {
         for (int i = 0; i < n; i++) {
             const int64_t slot = row * n + i;
-            for (int j = 0; j < d; j++) a->memory_k[slot * d + j] = s.turned[j * np + i] * s.scale[i];
+            for (int j = 0; j < d; j++) a->memory_k[slot * d + j] = s.transposed[j * np + i] * s.scale[i];
             for (int j = 0; j < e; j++) a->memory_v[slot * e + j] = s.plain[i * ep + j] * s.scale[i];
             a->mass[slot] = s.mass[i] * s.scale[i];
             if (a->mean) a->log_total[slot] = s.total[i] == 0 ? -INFINITY : (double)s.top[i] + log(s.total[i]);
         }
     }
 
-    // p, the softmax of the scores x z: z becomes p x. `x` and `allow` may be null: ones, all visible.
-    void weigh(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+    // Softmax read (N4): the scores are scale x z, p their softmax; z becomes p x. Null `x` means ones, null `allow` that all
+    // slots may be read. Scores and their log-sum-exp are saved for the backward pass if asked.
+    void softmax_scores(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
         for (int i = 0; i < length; i += 16)
-            weigh_rows(length - i < 16 ? length - i : 16, z + i * np, x ? x + i * np : nullptr, allow ? allow + i * np : nullptr,
-                       scores ? scores + (int64_t)i * n : nullptr, lse ? lse + i : nullptr);
+            softmax_16_rows(length - i < 16 ? length - i : 16, z + i * np, x ? x + i * np : nullptr,
+                            allow ? allow + i * np : nullptr, scores ? scores + (int64_t)i * n : nullptr,
+                            lse ? lse + i : nullptr);
     }
 
-    // Step by step over rows that are near: in no step does one wait for another.
-    void weigh_rows(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
+    // At most 16 rows, which stay in the cache: each step runs over all of them, so no row waits for its own last step.
+    void softmax_16_rows(int length, float *z, const float *x, const float *allow, float *scores, float *lse) const {
         const int all = length * np;
         const float scale = a->scale;
         if (x)
@@ -295,7 +311,7 @@ struct Row {
         for (int l = 0; x && l < all; l += VL) store(z + l, load(z + l) * load(x + l));
     }
 
-    template <int J>  // vectors in a row, which are then unrolled; 0: any number
+    template <int J>  // vectors in a row, unrolled; 0: any number
     void softmax_rows(int length, float *z) const {
         const int vectors = J ? J : np / VL, width = vectors * VL;
         for (int i = 0; i < length; i++) {
@@ -323,8 +339,9 @@ struct Row {
         }
     }
 
-    // p again, from what the forward pass kept. Returns the scores in whole vectors.
-    const float *recover(int length, const float *kept, const float *lse, float *room, float *weights) const {
+    // The softmax weights p again, from the scores and log-sum-exp that the forward pass saved. Returns the scores as rows of
+    // whole vectors.
+    const float *recompute_weights(int length, const float *kept, const float *lse, float *room, float *weights) const {
         const float *scores = padded(length, n, kept, room, np, -INFINITY);
         for (int i = 0; i < length; i++) {
             const float against = lse[i] == -INFINITY ? 0 : lse[i];
@@ -333,9 +350,9 @@ struct Row {
         return scores;
     }
 
-    // Gradients of the scores, from p and dp (in z and y): z = p x, y = d score x scale; u takes what scaling a slot's
-    // memory would do.
-    void back(int length, const float *scores, float *z, float *y, const float *x, float *u, const float *d_lse) const {
+    // Backward of the softmax read (N5). In: p in z, d_out . V / x in y. Out: z = p x, y = scale x ds, the gradient of q . S;
+    // u gains ds s + p dp, the gradient of log x_tn. Without x (not causal) the memory is read as it is.
+    void softmax_backward(int length, const float *scores, float *z, float *y, const float *x, float *u, const float *d_lse) const {
         for (int i = 0; i < length; i++, z += np, y += np, scores += np) {
             vec dot = {};
             for (int j = 0; j < np; j += VL) {
@@ -345,27 +362,27 @@ struct Row {
             }
             const float mean = sum(dot) - (d_lse ? d_lse[i] : 0);
             for (int j = 0; j < np; j += VL) {
-                vec weight = load(z + j), d_weight = load(y + j), slope = weight * (d_weight - mean);
+                vec weight = load(z + j), d_weight = load(y + j), d_score = weight * (d_weight - mean);
                 if (!x) {
-                    store(y + j, slope * a->scale);
+                    store(y + j, d_score * a->scale);
                     continue;
                 }
-                vec effect = weight == (vec){} ? (vec){} : slope * load(scores + j) + weight * d_weight;
+                vec effect = weight == (vec){} ? (vec){} : d_score * load(scores + j) + weight * d_weight;
                 vec share = load(x + i * np + j);
                 store(u + i * np + j, load(u + i * np + j) + effect);
-                store(y + j, slope * a->scale * share);
+                store(y + j, d_score * a->scale * share);
                 store(z + j, weight * share);
             }
         }
     }
 };
 
-// A checkpoint holds the carry of the forward pass as it is.
+// A checkpoint is a copy of the forward pass's Carry, saved every SPAN tokens.
 static size_t sums_floats(const Row &w) { return (size_t)w.dp * w.np + (size_t)w.np * w.ep + w.np; }
 static size_t carry_floats(const Row &w) { return sums_floats(w) + 4 * w.np; }
 
-static void keep(const Row &w, const Carry &s, float *to) {
-    memcpy(to, s.turned, w.dp * w.np * 4), to += w.dp * w.np;
+static void save_checkpoint(const Row &w, const Carry &s, float *to) {
+    memcpy(to, s.transposed, w.dp * w.np * 4), to += w.dp * w.np;
     memcpy(to, s.plain, w.np * w.ep * 4), to += w.np * w.ep;
     memcpy(to, s.mass, w.np * 4), to += w.np;
     memcpy(to, s.scale, w.np * 4), to += w.np;
@@ -373,9 +390,10 @@ static void keep(const Row &w, const Carry &s, float *to) {
     memcpy(to, s.total, w.np * 8);
 }
 
-static void recall(const Row &w, Carry &s, const float *from) {
+// The backward pass holds values transposed instead of keys, so both are transposed on the way.
+static void load_checkpoint(const Row &w, Carry &s, const float *from) {
     transpose(w.dp, w.np, from, w.np, s.plain, w.dp), from += w.dp * w.np;
-    transpose(w.np, w.ep, from, w.ep, s.turned, w.np), from += w.np * w.ep;
+    transpose(w.np, w.ep, from, w.ep, s.transposed, w.np), from += w.np * w.ep;
     memcpy(s.mass, from, w.np * 4), from += w.np;
     memcpy(s.scale, from, w.np * 4), from += w.np;
     memcpy(s.top, from, w.np * 4), from += w.np;
@@ -386,21 +404,22 @@ static int64_t checkpoint_floats(const Args *a) {
     if (!a->causal) return 0;
     Row w;
     w.sizes(a);
-    return a->rows * ((a->t + SEGMENT - 1) / SEGMENT) * carry_floats(w);
+    return a->rows * ((a->t + SPAN - 1) / SPAN) * carry_floats(w);
 }
 
 static size_t scratch_floats(const Args *a) {
     Row w;
     w.sizes(a);
-    size_t np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, rows = a->backward ? SEGMENT : piece;
+    size_t np = w.np, dp = w.dp, ep = w.ep, chunk = w.chunk, rows = a->backward ? SPAN : chunk;
     if (is_step(a)) return 5 * np + ep;  // step_row
-    size_t tokens = piece * (12 * np + 6 * dp + 6 * ep + 6 * piece) + 6 * rows * np, state = dp * np + np * ep + 8 * np;
-    size_t reads = a->g * piece * (np + ep + 1) + PAGE + 64;
-    return tokens + reads + 8 * state + (a->backward && a->causal ? (SEGMENT + 1) * (state + 64) : 0) + 4096;
+    size_t tokens = chunk * (12 * np + 6 * dp + 6 * ep + 6 * chunk) + 6 * rows * np, state = dp * np + np * ep + 8 * np;
+    size_t reads = a->g * chunk * (np + ep + 1) + PAGE + 64;
+    return tokens + reads + 8 * state + (a->backward && a->causal ? (SPAN + 1) * (state + 64) : 0) + 4096;
 }
 
-// Linear read: z = f(q) x of the slots that may be seen, and the denominators f(q) . mass.
-static void features(const Row &w, const float *mass, int length, const float *f, float *z, float *den) {
+// Linear read (docs/maths.md, "One write rule, two reads"): z = f(q) x for the slots that may be read, and the denominators
+// den = f(q) . mass, at least `floor`.
+static void linear_weights(const Row &w, const float *mass, int length, const float *f, float *z, float *den) {
     for (int i = 0; i < length; i++) {
         vec total = {};
         for (int j = 0; j < w.np; j += VL) {
@@ -414,13 +433,13 @@ static void features(const Row &w, const float *mass, int length, const float *f
     }
 }
 
-// Brings the tokens of the next piece nearer while this one is multiplied. The processor follows a stream of addresses
-// only to the end of a page, and a piece is about a page of each tensor.
-struct Ahead {
+// Prefetches the tokens of the next chunk while this one is multiplied. The processor's own prefetcher stops at the end of a
+// page, and a chunk is about a page of each tensor.
+struct Prefetch {
     const char *at[4], *end[4];
-    int stream = 0, streams;
+    int tensor = 0, tensors;
 
-    Ahead(const Row &w, int64_t from, int64_t stop) : streams(w.a->causal ? 4 : 3) {
+    Prefetch(const Row &w, int64_t from, int64_t stop) : tensors(w.a->causal ? 4 : 3) {
         const float *const starts[] = {w.phi, w.k, w.v, w.q};
         const int widths[] = {w.n, w.d, w.e, w.a->linear ? w.n : w.d};
         for (int i = 0; i < 4; i++)
@@ -428,101 +447,110 @@ struct Ahead {
     }
 
     void operator()() {
-        while (stream < streams && at[stream] >= end[stream]) stream++;
-        if (stream == streams) return;
+        while (tensor < tensors && at[tensor] >= end[tensor]) tensor++;
+        if (tensor == tensors) return;
 #pragma GCC unroll 16
-        for (int line = 0; line < 16; line++) __builtin_prefetch(at[stream] + line * 64, 0, 2);
-        at[stream] += 16 * 64;
+        for (int line = 0; line < 16; line++) __builtin_prefetch(at[tensor] + line * 64, 0, 2);
+        at[tensor] += 16 * 64;
     }
 };
 
+// Causal: for each chunk, write and read token by token.
 static void forward_row(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, piece = w.piece, g = (int)a->g;
-    const int64_t t = a->t, segments = (t + SEGMENT - 1) / SEGMENT;
-    float *f = w.take(piece * np), *ob = w.take(g * piece * ep), *den = w.take(g * piece), *z = w.take(g * piece * np + PAGE);
-    // A load waits for stores before it whose addresses agree with its own but for the page. Rows of z and of q (and k, which
-    // lies as q does) pass side by side: where all start at the same place in a page, none is read just after such a store.
+    const int n = w.n, d = w.d, e = w.e, np = w.np, dp = w.dp, ep = w.ep, chunk = w.chunk, g = (int)a->g;
+    const int64_t t = a->t, spans = (t + SPAN - 1) / SPAN;
+    float *f = w.take(chunk * np), *ob = w.take(g * chunk * ep), *den = w.take(g * chunk), *z = w.take(g * chunk * np + PAGE);
+    // A load waits for an earlier store whose address has the same offset inside a page (4 kB aliasing). The rows of z are
+    // stored while those of q and k are loaded. Starting z at the same page offset as q keeps such pairs apart.
     z += ((uintptr_t)w.q - (uintptr_t)z) / sizeof(float) % PAGE & ~(uintptr_t)15;
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
-    w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n,
+    w.load_memory(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n,
             a->mean ? a->old_total + row * n : nullptr);
     for (int64_t from = 0; from < t;) {
-        if (a->checkpoints && from % SEGMENT == 0)
-            keep(w, s, a->checkpoints + (row * segments + from / SEGMENT) * carry_floats(w));
-        for (int64_t end = from + piece < t ? from + piece : t, length; from < end; from += length) {
-            length = w.length_of_piece(s, from, end - from);
+        if (a->checkpoints && from % SPAN == 0)
+            save_checkpoint(w, s, a->checkpoints + (row * spans + from / SPAN) * carry_floats(w));
+        for (int64_t end = from + chunk < t ? from + chunk : t, length; from < end; from += length) {
+            // 1. The chunk's length, and its coefficients c and x
+            length = w.chunk_length(s, from, end - from);
             w.coefficients(s, from, length);
             w.tokens(from, length);
-            const int64_t after = from + length, at = row * g * t + from;  // of the first group, the others t further
-            Ahead ahead(w, after, after + piece < t ? after + piece : t);
+            const int64_t after = from + length, at = row * g * t + from;  // the next group's queries: t further
+            Prefetch prefetch(w, after, after + chunk < t ? after + chunk : t);
+            // 2. Read weights. Linear: f(q). Softmax: write keys and score q against them in turn, then the softmax.
             if (a->linear) {
                 for (int group = 0; group < g; group++)
-                    features(w, s.mass, length, padded(length, n, w.q + (group * t + from) * n, f, np, 0.0f),
-                             z + group * piece * np, den + group * piece);
-                w.advance_turned(s, length, ahead);
+                    linear_weights(w, s.mass, length, padded(length, n, w.q + (group * t + from) * n, f, np, 0.0f),
+                             z + group * chunk * np, den + group * chunk);
+                w.advance_transposed(s, length, prefetch);
             } else {
-                Recurrence keys{(int)length, g, w.keys, dp, w.c, np, w.q + from * d, d, t * d, z, np, piece * np};
-                if (d) keys.run(d, np, s.turned, np, ahead);
-                else memset(z, 0, (size_t)g * piece * np * sizeof(float));
+                Recurrence keys{(int)length, g, w.keys, dp, w.c, np, w.q + from * d, d, t * d, z, np, chunk * np};
+                if (d) keys.run(d, np, s.transposed, np, prefetch);
+                else memset(z, 0, (size_t)g * chunk * np * sizeof(float));
                 for (int group = 0; group < g; group++)
-                    w.weigh(length, z + group * piece * np, w.x, w.masked() ? w.allow : nullptr,
+                    w.softmax_scores(length, z + group * chunk * np, w.x, w.masked() ? w.allow : nullptr,
                             a->scores ? a->scores + (at + group * t) * n : nullptr, a->lse ? a->lse + at + group * t : nullptr);
             }
-            const bool direct = e == ep;
+            // 3. Output: write values and read them with the weights in turn
+            const bool direct = e == ep;  // rows are whole vectors: results go where they belong
             float *to = direct ? a->out + at * e : ob;
-            const int64_t next = direct ? t * e : piece * ep;
-            Recurrence values{(int)length, g, w.c, np, w.values, ep, z, np, piece * np, to, ep, next};
-            values.run(n, ep, s.plain, ep, ahead);
+            const int64_t next = direct ? t * e : chunk * ep;
+            Recurrence values{(int)length, g, w.c, np, w.values, ep, z, np, chunk * np, to, ep, next};
+            values.run(n, ep, s.plain, ep, prefetch);
             w.advance_mass(s, length);
             for (int group = 0; group < g; group++, to += next) {
-                for (int i = 0; a->linear && i < length; i++)  // last: what is divided is as small as what divides it
-                    for (int j = 0; j < ep; j += VL) store(to + i * ep + j, over(load(to + i * ep + j), den[group * piece + i]));
+                // 4. Linear: divide by f(q) . mass. Last, when numerator and denominator have the same magnitude.
+                for (int i = 0; a->linear && i < length; i++)
+                    for (int j = 0; j < ep; j += VL)
+                        store(to + i * ep + j, divide_or_zero(load(to + i * ep + j), den[group * chunk + i]));
                 for (int i = 0; !direct && i < length; i++) memcpy(a->out + (at + group * t + i) * e, to + i * ep, e * 4);
             }
         }
     }
-    w.leave(s, row);
-    for (int i = 0; !w.masked() && i < n; i++) w.used[i] = w.used_after(i);  // otherwise followed token by token
+    w.store_memory(s, row);
+    for (int i = 0; !w.masked() && i < n; i++) w.used[i] = w.used_after(i);  // masked: mask_slots followed it
 }
 
-// Not causal: every token is written, then every query reads what all of them left.
+// Not causal: write all tokens (eq. 3), then let every query read the memory (eq. 4).
 static void forward_whole(const Args *a, int64_t row, float *scratch) {
     Row w;
     w.begin(a, row, scratch);
     Carry s;
     w.take_carry(s);
-    const int n = w.n, d = w.d, e = w.e, np = w.np, ep = w.ep, piece = w.piece;
-    float *z = w.take(piece * np), *ob = w.take(piece * ep), *allow = w.take(piece * np);
+    const int n = w.n, d = w.d, e = w.e, np = w.np, ep = w.ep, chunk = w.chunk;
+    float *z = w.take(chunk * np), *ob = w.take(chunk * ep), *allow = w.take(chunk * np);
     w.used = a->used + row * n;
     memcpy(w.used, a->old_used + row * n, n);
-    w.enter(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n, a->old_total + row * n);
+    w.load_memory(s, a->old_k + row * n * d, a->old_v + row * n * e, a->old_mass + row * n, a->old_total + row * n);
+    // 1. Write, chunk by chunk
     for (int64_t from = 0; from < a->t;) {
-        for (int64_t end = from + piece < a->t ? from + piece : a->t, length; from < end; from += length) {
-            length = w.length_of_piece(s, from, end - from);
+        for (int64_t end = from + chunk < a->t ? from + chunk : a->t, length; from < end; from += length) {
+            length = w.chunk_length(s, from, end - from);
             w.coefficients(s, from, length);
             w.tokens(from, length);
             const int64_t after = from + length;
-            Ahead ahead(w, after, after + piece < a->t ? after + piece : a->t);
-            w.advance_turned(s, length, ahead), w.advance_plain(s, length, ahead);
+            Prefetch prefetch(w, after, after + chunk < a->t ? after + chunk : a->t);
+            w.advance_transposed(s, length, prefetch), w.advance_plain(s, length, prefetch);
         }
     }
-    w.leave(s, row);
+    w.store_memory(s, row);
     for (int i = 0; i < n; i++) w.used[i] = w.used_after(i);
+    // 2. The sums become the memory: S *= scale
     memcpy(w.shrink, s.scale, np * 4);
     w.rescale(s);
     for (int j = 0; j < np; j++)
-        for (int i = 0; i < piece; i++) allow[i * np + j] = j < n && (!a->mask_empty || w.used[j]) ? 0.0f : -INFINITY;
+        for (int i = 0; i < chunk; i++) allow[i * np + j] = j < n && (!a->mask_empty || w.used[j]) ? 0.0f : -INFINITY;
+    // 3. Read, a chunk of queries at a time: scores, softmax, output
     for (int64_t group = 0; group < a->g; group++)
-        for (int64_t from = 0; from < a->queries; from += piece) {
-            const int length = (int)(a->queries - from < piece ? a->queries - from : piece);
+        for (int64_t from = 0; from < a->queries; from += chunk) {
+            const int length = (int)(a->queries - from < chunk ? a->queries - from : chunk);
             const int64_t at = (row * a->g + group) * a->queries + from;
-            product(length, np, d, w.q + (group * a->queries + from) * d, d, 1, s.turned, np, z, np);
-            w.weigh(length, z, nullptr, w.masked() ? allow : nullptr, a->scores ? a->scores + at * n : nullptr,
+            product(length, np, d, w.q + (group * a->queries + from) * d, d, 1, s.transposed, np, z, np);
+            w.softmax_scores(length, z, nullptr, w.masked() ? allow : nullptr, a->scores ? a->scores + at * n : nullptr,
                     a->lse ? a->lse + at : nullptr);
             float *to = e == ep ? a->out + at * e : ob;
             product(length, ep, n, z, np, 1, s.plain, ep, to, ep);

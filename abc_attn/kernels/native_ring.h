@@ -1,13 +1,15 @@
-// A step of a memory that holds tokens as they are (banded.py): the new key and value replace a row, then a softmax over
-// all rows. The memory is read once, and that is what it costs.
+// One decoding step of a window, with or without sinks (banded.py: a memory whose rows are tokens). The new key and value
+// replace one row of the memory in place, then each query reads all rows: the ring buffer of docs/maths.md and eq. 4. The
+// memory is loaded once; that load is nearly all of the time.
 
-// Rows of whole vectors: what fills a row of scores up weighs nothing.
+// Floats of a row of scores: n rounded up to whole vectors. What is beyond n gets the score -inf, so no weight.
 static inline int64_t ring_ld(const Ring *a) { return (a->n + VL - 1) / VL * VL; }
 static size_t ring_scratch(const Ring *a) { return 4 * ring_ld(a); }
 
-// Each query's weights by the rows of values, C vectors of each, in its share of their sum.
+// out = (weights . values) * share for G queries and C vectors of the values' width; share = 1 / sum of the weights.
 template <int G, int C>
-static inline void ring_values(const Ring *a, const float *weights, int64_t ld, const float *values, float *out, const float *share) {
+static inline void ring_values(const Ring *a, const float *weights, int64_t ld, const float *values, float *out,
+                               const float *share) {
     vec acc[G][C] = {};
     for (int64_t j = 0; j < a->n; j++, values += a->e)
         for (int c = 0; c < C; c++) {
@@ -18,12 +20,13 @@ static inline void ring_values(const Ring *a, const float *weights, int64_t ld, 
         for (int c = 0; c < C; c++) store(out + g * a->e + c * VL, acc[g][c] * share[g]);
 }
 
-// G of the queries' heads that read one row of the memory.
+// G query heads, from `first` on, that read the memory of one key head (`row` = batch element and key head).
 template <int G>
 static void ring_queries(const Ring *a, int64_t row, int64_t first, float *scores) {
     const int64_t n = a->n, d = a->d, ld = ring_ld(a), head = row * a->g + first;
     const float *keys = a->memory_k + row * n * d, *q = a->q + head * d;
     const float *to_sinks = a->to_sinks ? a->to_sinks + head * d : q;
+    // 1. Scores: K q, or K to_sinks for the sinks
     for (int64_t j = 0; j < n; j++, keys += d) {
         const float *by = j < a->sinks ? to_sinks : q;
         vec dot[G] = {};
@@ -33,6 +36,7 @@ static void ring_queries(const Ring *a, int64_t row, int64_t first, float *score
         }
         for (int g = 0; g < G; g++) scores[g * ld + j] = sum(dot[g]) * a->scale;
     }
+    // 2. Softmax weights, not yet divided by their sum
     float share[G];
     for (int g = 0; g < G; g++) {
         float *s = scores + g * ld;
@@ -47,6 +51,7 @@ static void ring_queries(const Ring *a, int64_t row, int64_t first, float *score
         }
         share[g] = 1.0f / sum(total);
     }
+    // 3. Output: weights . V / sum of the weights
     const float *values = a->memory_v + row * n * a->e;
     float *out = a->out + head * a->e;
     int64_t c = 0;
@@ -54,6 +59,7 @@ static void ring_queries(const Ring *a, int64_t row, int64_t first, float *score
     for (; c < a->e; c += VL) ring_values<G, 1>(a, scores, ld, values + c, out + c, share);
 }
 
+// Writes the new token over row `at`, then reads: up to 4 query heads at a time, which share each load of the memory.
 static void ring_row(const Ring *a, int64_t row, float *scratch) {
     const int64_t at = row * a->n + a->at[row / a->heads];
     memcpy(a->memory_k + at * a->d, a->k + row * a->d, a->d * sizeof(float));

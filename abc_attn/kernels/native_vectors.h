@@ -1,5 +1,5 @@
-// Vectors of VL floats and what is made of them: exp, products of small matrices in tiles, transposes.
-// native.cpp includes this file, and those that build on it, once per instruction set.
+// Vectors of VL floats (16 with AVX-512, 8 with AVX2, otherwise 4), and what is built from them: exp, log1p, matrix
+// products in register tiles, transposes. native.cpp includes this file, and those that use it, once per instruction set.
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
@@ -13,9 +13,9 @@ static inline vec vmax(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m
 static inline vec vmax(vec a, vec b) { return a > b ? a : b; }
 #endif
 
-// Lanes of a (0 to VL - 1) and of b (VL and on) in the given order.
+// The lanes of a (numbers 0 to VL - 1) and b (numbers VL to 2 VL - 1) that `order` names.
 __attribute__((always_inline)) static inline vec shuffled(vec a, vec b, ivec order) {
-#ifdef __clang__  // which sees through the loop, and has no shuffle by a vector
+#ifdef __clang__  // has no __builtin_shuffle, but compiles this loop to the same instruction
     vec found;
     for (int l = 0; l < VL; l++) found[l] = order[l] < VL ? a[order[l]] : b[order[l] - VL];
     return found;
@@ -24,31 +24,32 @@ __attribute__((always_inline)) static inline vec shuffled(vec a, vec b, ivec ord
 #endif
 }
 
-// x with its lanes turned by S: the step of a reduction over lanes.
+// x with its lanes permuted: lane l takes lane l + S, cyclically. One step of a reduction over all lanes.
 template <int S>
-static inline vec turned(vec x) {
+static inline vec permuted(vec x) {
     ivec order;
     for (int l = 0; l < VL; l++) order[l] = (l + S) % VL;
     return shuffled(x, x, order);
 }
 
 __attribute__((always_inline)) static inline float sum(vec x) {
-    if (VL > 8) x += turned<8 % VL>(x);
-    if (VL > 4) x += turned<4 % VL>(x);
-    x += turned<2>(x);
-    x += turned<1>(x);
+    if (VL > 8) x += permuted<8 % VL>(x);
+    if (VL > 4) x += permuted<4 % VL>(x);
+    x += permuted<2>(x);
+    x += permuted<1>(x);
     return x[0];
 }
 
 __attribute__((always_inline)) static inline float highest(vec x) {
-    if (VL > 8) x = vmax(x, turned<8 % VL>(x));
-    if (VL > 4) x = vmax(x, turned<4 % VL>(x));
-    x = vmax(x, turned<2>(x));
-    x = vmax(x, turned<1>(x));
+    if (VL > 8) x = vmax(x, permuted<8 % VL>(x));
+    if (VL > 4) x = vmax(x, permuted<4 % VL>(x));
+    x = vmax(x, permuted<2>(x));
+    x = vmax(x, permuted<1>(x));
     return x[0];
 }
 
-// exp to about one ulp, 0 below -87 (-inf too), exactly 1 at 0.
+// exp with an error of about one ulp; exactly 0 below -87 and at -inf, exactly 1 at 0.
+// exp(x) = 2^k exp(f) with k = round(x / log 2): a polynomial for exp(f), scaled by 2^k.
 __attribute__((always_inline)) static inline vec vexp(vec x) {
     const vec low = splat(-87.0f), magic = splat(12582912.0f);
 #if VL == 16
@@ -87,33 +88,36 @@ static inline vec vlog1p(vec y) {
     return 2.0f * (s + s * (square * p));
 }
 
-static inline vec over(vec x, float den) { return den == 0 ? (vec){} : x / den; }
+// x / den, or zeros where the denominator is zero: a linear read of nothing gives zeros (docs/maths.md, last table).
+static inline vec divide_or_zero(vec x, float den) { return den == 0 ? (vec){} : x / den; }
 
 // 1 / x to about one ulp.
 static inline vec reciprocal(vec x) {
 #if VL == 16
-    vec y = (vec)_mm512_rcp14_ps((__m512)x);  // one step of Newton's takes a quarter of a division's time
+    vec y = (vec)_mm512_rcp14_ps((__m512)x);  // 14 bits, then one Newton step: a quarter of the time of a division
     return y + y * (1.0f - x * y);
 #else
     return 1.0f / x;
 #endif
 }
 
-// C (M x N) = A B, or added to C. A_ik stands at a[i * row + k * step]; B and C are rows of whole vectors.
-// A triangle is never multiplied out: LOWER takes A as zero right of the diagonal, UPPER as zero left of it, and CORNER
-// leaves out what of C lies right of the diagonal (`lower` below then clears it).
+// Shapes of the matrix product C (M x N) = A B below. Triangles skip the multiplications by zero:
+//     LOWER    A is zero right of its diagonal
+//     UPPER    A is zero left of its diagonal
+//     CORNER   what lies right of C's diagonal is not needed (clear_above_diagonal in native_backward.h zeroes it)
 enum Shape { WHOLE, LOWER, UPPER, CORNER };
 
 template <int N>
-struct Number {
+struct Constant {
     static constexpr int value = N;
 };
 
-// A tile's accumulators, a row of B and one element of A fill the registers.
+// Rows of a tile so that its accumulators, one row of B and one element of A just fill the vector registers.
 static constexpr int rows_of_tile(int columns) {
     return VL == 16 ? (columns == 4 ? 6 : columns == 2 ? 8 : 16) : columns == 2 ? 6 : 8;
 }
 
+// One tile of C: M rows of N vectors. `add` adds to what C holds.
 template <int M, int N, bool add>
 static inline void tile(ptrdiff_t K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb, float *c,
                         ptrdiff_t ldc) {
@@ -143,7 +147,8 @@ struct Nothing {
     void operator()() const {}
 };
 
-// `between` is done before every tile.
+// C = A B, or C += A B with `add`. A_ik is a[i * row + k * step], so a transposed A needs no copy; rows of B and C are whole
+// vectors, ldb and ldc floats apart. `between` is called before every tile: the forward pass prefetches there.
 template <bool add = false, Shape shape = WHOLE, class Between = Nothing>
 static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, ptrdiff_t step, const float *b, ptrdiff_t ldb,
                            float *c, ptrdiff_t ldc, Between &&between = {}) {
@@ -154,7 +159,7 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
             int i = 0;
             auto tiles = [&](auto rows) __attribute__((always_inline)) {
                 constexpr int R = decltype(rows)::value;
-                for (; i + R <= M && !(R == 6 && M - i == 8); i += R) {  // 8 as 4 + 4: two rows make a poor tile
+                for (; i + R <= M && !(R == 6 && M - i == 8); i += R) {  // the last 8 rows as 4 + 4, since 6 + 2 is slower
                     if (shape == CORNER && j >= i + R) continue;
                     between();
                     int from = shape == UPPER ? i : 0, to = shape == LOWER ? i + R : K;
@@ -162,14 +167,17 @@ static inline void product(int M, int N, int K, const float *a, ptrdiff_t row, p
                                     c + i * ldc + j, ldc);
                 }
             };
-            tiles(Number<rows_of_tile(C)>()), tiles(Number<4>()), tiles(Number<2>()), tiles(Number<1>());
+            tiles(Constant<rows_of_tile(C)>()), tiles(Constant<4>()), tiles(Constant<2>()), tiles(Constant<1>());
         }
     };
-    strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
+    strips(Constant<COLUMNS>()), strips(Constant<2>()), strips(Constant<1>());
 }
 
-// The recurrence of a piece: S_r += row_tr column_t, then out_t = sum_r read_tr S_r, for one token t after the other. S is
-// rows of whole vectors; `groups` reads lie `next_read` apart, and what they find `next_out`.
+// The recurrence over the tokens t of a chunk, written and read in turn (docs/maths.md, N1 and N4):
+//     S_r += row_tr column_t           write: row r of the sums S, a row of whole vectors
+//     out_t = sum_r read_tr S_r        read
+// Each of the `groups` query heads that share S reads it. Their inputs are `next_read` floats apart, their outputs
+// `next_out`; `ld...` is the distance from one token to the next.
 struct Recurrence {
     int length, groups;
     const float *row;
@@ -181,7 +189,8 @@ struct Recurrence {
     float *out;
     ptrdiff_t ldout, next_out;
 
-    // A tile of S stays in registers while all tokens pass, so nothing is multiplied but what the recurrence asks for.
+    // R rows x C vectors of S stay in registers while all tokens of the chunk are written and read. `first`: these are the
+    // first rows, so `out` is set instead of added to. `alone`: there is one group.
     template <int R, int C, bool first, bool alone>
     __attribute__((always_inline)) void tile(int r, int j, float *state, ptrdiff_t stride) const {
         vec S[R][C];
@@ -222,7 +231,7 @@ struct Recurrence {
             for (int l = 0; l < C; l++) store(at + l * VL, S[i][l]);
     }
 
-    // `between` is done before every tile of several rows.
+    // `between` is called before every tile of several rows.
     template <bool alone, class Between>
     void tiles(int rows, int columns, float *state, ptrdiff_t stride, Between &&between) const {
         int j = 0;
@@ -236,7 +245,7 @@ struct Recurrence {
                 for (; r < rows; r++) tile<1, C, false, alone>(r, j, state, stride);
             }
         };
-        strips(Number<COLUMNS>()), strips(Number<2>()), strips(Number<1>());
+        strips(Constant<COLUMNS>()), strips(Constant<2>()), strips(Constant<1>());
     }
 
     template <class Between>
@@ -246,7 +255,7 @@ struct Recurrence {
     }
 };
 
-// Square tiles by butterflies: exchange the off-diagonal blocks of size 1, 2, 4, ...
+// One step of the transpose of a VL x VL tile: exchanges its off-diagonal blocks of size S. Steps 1, 2, 4, ... transpose it.
 template <int S>
 static inline void exchange(vec *v) {
     ivec low, high;
@@ -262,6 +271,7 @@ static inline void exchange(vec *v) {
         }
 }
 
+// to = from transposed; rows and columns are multiples of VL.
 static void transpose(int rows, int columns, const float *from, int ldf, float *to, int ldt) {
     for (int i = 0; i < rows; i += VL)
         for (int j = 0; j < columns; j += VL) {
@@ -275,14 +285,15 @@ static void transpose(int rows, int columns, const float *from, int ldf, float *
         }
 }
 
+// Copies rows of `width` floats to rows of `ldt`, filled up with zeros.
 static void copy_rows(int rows, int width, const float *from, float *to, int ldt) {
-    for (int i = 0; width && i < rows; i++) {  // linear reads keep no keys
+    for (int i = 0; width && i < rows; i++) {  // width 0: linear reads keep no keys, and `from` may be null
         memcpy(to + i * ldt, from + (size_t)i * width, width * sizeof(float));
         for (int j = width; j < ldt; j++) to[i * ldt + j] = 0;
     }
 }
 
-// Rows of whole vectors stay where they are; others are copied and filled up.
+// Rows as whole vectors: `from` itself if its rows are that already, else a copy in `to`, filled up with `fill`.
 static const float *padded(int rows, int width, const float *from, float *to, int ldt, float fill) {
     if (width == ldt) return from;
     for (int i = 0; i < rows; i++) {

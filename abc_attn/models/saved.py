@@ -8,8 +8,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from abc_attn.hf import AdaptiveLM
-from abc_attn.hf.models import BOUNDED, CLASSES
+from abc_attn.hf.models import BOUNDED, CLASSES, unsupported
+from abc_attn.models.adaptive_lm import AdaptiveLM
 from abc_attn.paths import saved_model
 
 
@@ -22,16 +22,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     cls = next((known[name] for name in names if name in known), None)
     if cls is not None:
         return cls.from_pretrained(folder).eval()
-    held = f"{folder} holds {' and '.join(names) or 'no named architecture'}"
-    types: dict[str, Any] = {name: cls.config_class for name, cls in known.items()}
-    family = [name for name, config in types.items() if config.model_type == saved.get("model_type")]
-    if family:
-        raise ValueError(f"{held}, which is not supported; of {saved['model_type']} these are: {', '.join(family)}")
-    families = sorted({types[cls.__name__].model_type for cls in BOUNDED})
-    raise ValueError(
-        f"{held}, of no supported family; supported are "
-        f"{', '.join(families)}, as {', '.join(sorted(cls.__name__ for cls in BOUNDED))}"
-    )
+    name = " and ".join(names) or "a model of no named architecture"
+    raise ValueError(f"{folder}: {unsupported(name, saved.get('model_type'))}")
 
 
 def load_tokenizer(folder: Path) -> Any:

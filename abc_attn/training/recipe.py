@@ -1,44 +1,25 @@
 """Recipes: flat YAML files whose keys are transformers' names wherever it has one.
 
-A key is a field of TrainingArguments, of AdaptiveLMConfig, or one of `Settings`. `extends: other.yaml` takes all keys
-of another recipe first. Anything else is an error that says what was perhaps meant.
+A key is a field of TrainingArguments, a field of the config of the task's model, or one of the task's own settings.
+`extends: other.yaml` takes all keys of another recipe first. Any other key is an error that suggests close ones.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import TrainingArguments
 
-from abc_attn.hf.adaptive_lm import AdaptiveLMConfig
+from abc_attn import recipes
+from abc_attn.recipes.reading import parse_value, read_recipe
+from abc_attn.tasks import DEFAULT, TASKS, Task, get_task
+from abc_attn.tasks.base import Settings, check_whole_number
 
-TASKS = ("language-modelling", "recall", "copy")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What neither TrainingArguments nor AdaptiveLMConfig has a name for; after run_clm.py where that has one."""
-
-    task: str = "language-modelling"
-    block_size: int = 512  # tokens of a training segment
-    data_dir: str | None = None  # a folder with train, valid and test text
-    train_file: str | None = None
-    validation_file: str | None = None
-    test_file: str | None = None
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    cache_dir: str = "~/.cache/abc-attn"
-    tokenizer: str = "word"  # or "bpe"
-    eval_tokens: int | None = None  # the final scores are of the first so many tokens of validation and test text
-    carry_state: bool = False  # each batch goes on where the last one stopped, with the memory it left
-    init_from: str | None = None  # a trained model to start from, its control aside
-    items: int = 32  # of the synthetic tasks: how much there is to remember
-
+__all__ = ["Recipe", "load_recipe", "parse_value"]
 
 # What this project decides itself, with the reason that a recipe is told.
 _FIXED = {
@@ -55,20 +36,14 @@ _FIXED = {
     "remove_unused_columns": "there are none",
     "disable_tqdm": "the bar is shown on a terminal and nowhere else",
 }
-_SOURCES = {"data_dir", "train_file", "validation_file", "test_file", "dataset_name", "dataset_config_name"}
-# May change between a run and its continuation.
-_HARMLESS = {"output_dir", "cache_dir", "report_to", "save_total_limit", "data_dir", "logging_dir", "init_from"}
-_HARMLESS |= {"train_file", "validation_file", "test_file"}
-
-
-def _names(kind: type) -> set[str]:
-    return {known.name for known in fields(kind) if known.init}
-
-
-_OF_SETTINGS = _names(Settings)
-_OF_MODEL = _names(AdaptiveLMConfig) - _names(PreTrainedConfig) - {"tie_word_embeddings", "use_cache"}
-_OF_MODEL -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # these the tokenizer decides
-_OF_TRAINING = _names(TrainingArguments) - _FIXED.keys()
+# May change between a run and its continuation, beside what the task's settings call a place.
+_HARMLESS = {"output_dir", "report_to", "save_total_limit", "logging_dir"}
+_WHOLE_NUMBERS = {
+    "max_steps": 1, "logging_steps": 1, "save_steps": 1, "eval_steps": 1, "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 0, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "hidden_size": 1, "intermediate_size": 1, "vocab_size": 1,
+}  # fmt: skip
+_OF_TRAINING = {known.name for known in fields(TrainingArguments) if known.init} - _FIXED.keys()
 
 
 @dataclass(frozen=True)
@@ -77,6 +52,7 @@ class Recipe:
 
     name: str
     values: dict[str, Any]
+    task: type[Task] = field(init=False)
     settings: Settings = field(init=False)
 
     # Where ours differ from transformers' defaults.
@@ -90,102 +66,80 @@ class Recipe:
     }
 
     def __post_init__(self) -> None:
-        chosen = {name: value for name, value in self.values.items() if name in _OF_SETTINGS}
-        object.__setattr__(self, "settings", Settings(**chosen))
+        task = get_task(self.values.get("task", DEFAULT))
+        kind = task.settings_class
+        chosen = {name: value for name, value in self.values.items() if name in kind.names()}
+        object.__setattr__(self, "task", task)
+        object.__setattr__(self, "settings", kind(**chosen))
         self._check()
 
     def _check(self) -> None:
-        settings, training = self.settings, self.training()
-        if settings.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {settings.task!r}")
-        for name in ("block_size", "items"):
-            if not isinstance(count := getattr(settings, name), int) or count < 1:
-                raise ValueError(f"{name} must be a whole number from 1, got {count!r}")
-        if settings.eval_tokens is not None and settings.eval_tokens < 1:
-            raise ValueError(f"eval_tokens must be at least 1, got {settings.eval_tokens}; leave it out for all")
-        if settings.carry_state and self.values.get("layerdrop"):
-            raise ValueError("carry_state needs every layer to read every token: leave out layerdrop")
-        if settings.carry_state and settings.task != "language-modelling":
-            raise ValueError(f"carry_state is for running text, not for task {settings.task!r}")
-        for name in ("logging_steps", "save_steps"):
-            if training[name] != int(training[name]) or training[name] < 1:
-                raise ValueError(f"{name} must be a whole number from 1, got {training[name]!r}")
+        training = self.training()
+        if "max_steps" not in training:
+            raise ValueError("a recipe needs max_steps, the number of updates")
+        for name, value in (self.model() | training).items():
+            if name in _WHOLE_NUMBERS and value is not None:
+                check_whole_number(name, value, _WHOLE_NUMBERS[name])
+        rate = training.get("learning_rate", 1.0)
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            raise ValueError(f"learning_rate must be a number above 0, got {rate!r}")
         if training["save_steps"] % training["logging_steps"]:
             raise ValueError(
                 f"save_steps={training['save_steps']} must be a multiple of logging_steps={training['logging_steps']}: "
                 "a resumed run then logs what the uninterrupted one would have"
             )
-        if training.get("max_steps", 0) < 1:
-            raise ValueError("a recipe needs max_steps, the number of updates")
+
+    def make_task(self) -> Task:
+        """The task with this recipe's values."""
+        return self.task(self.settings, self.model(), self.training())
 
     def training(self) -> dict[str, Any]:
-        """The arguments for TrainingArguments that the recipe or our defaults give."""
-        return self.defaults | {name: value for name, value in self.values.items() if name in _OF_TRAINING}
+        """The arguments for TrainingArguments that the recipe, its task or our defaults give."""
+        given = {name: value for name, value in self.values.items() if name in _OF_TRAINING}
+        return (
+            self.defaults | self.task.defaults | given | {key: value for key, (value, _) in self.task.decided.items()}
+        )
 
     def model(self) -> dict[str, Any]:
-        """The arguments for AdaptiveLMConfig."""
-        return {name: value for name, value in self.values.items() if name in _OF_MODEL}
+        """The arguments for the model's config."""
+        return {name: value for name, value in self.values.items() if name in self.task.model_keys()}
 
     def differences(self, recorded: dict[str, Any]) -> list[str]:
         """The keys in which a run that was started with `recorded` is another run."""
-        keys = (self.values.keys() | recorded.keys()) - _HARMLESS
+        keys = (self.values.keys() | recorded.keys()) - _HARMLESS - self.settings.names("place")
         return sorted(key for key in keys if self.values.get(key) != recorded.get(key))
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML as everybody expects it: 1e-3 is a number, and `no` is a word (eval_strategy: no)."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
-        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:bool"]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)$"),
-    list("-+.0123456789"),
-)
-
-
-def parse_value(text: str) -> Any:
-    """A value of `key=value`, read as YAML."""
-    return yaml.load(text, _Loader)
+    def without_places(self) -> dict[str, Any]:
+        """The values less where files lay on the machine, which says nothing about a result."""
+        places = self.settings.names("place") | {"output_dir"}
+        return {key: value for key, value in self.values.items() if key not in places}
 
 
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read a recipe; `overrides` win over what it says."""
-    path, overrides = Path(path), overrides or {}
-    values = _read(path, ())
-    if overrides.keys() & _SOURCES:  # another text takes the place of the recipe's
-        values = {key: value for key, value in values.items() if key not in _SOURCES}
+    """Read a recipe, by its path or by a name such as table1a/small/mlp-64; `overrides` win over what it says."""
+    path, overrides = recipes.find(path), overrides or {}
+    values = read_recipe(path)
+    task = get_task((values | overrides).get("task", DEFAULT))
+    sources = task.settings_class.names("source")
+    if overrides.keys() & sources:  # other data takes the place of the recipe's
+        values = {key: value for key, value in values.items() if key not in sources}
     values |= overrides
+    reasons = _FIXED | {key: reason for key, (_, reason) in task.decided.items()}
+    known = task.settings_class.names() | task.model_keys() | _OF_TRAINING
     for key in values:
-        if key in _FIXED:
-            raise ValueError(f"{path}: {key} is not for a recipe to choose: {_FIXED[key]}")
-        if key not in (known := _OF_SETTINGS | _OF_MODEL | _OF_TRAINING):
-            close = difflib.get_close_matches(key, known, n=3)
-            hint = (
-                f"did you mean {' or '.join(close)}?"
-                if close
-                else "see `abc-attn train --help` for where keys come from"
-            )
-            raise ValueError(f"{path}: unknown key {key!r}; {hint}")
-    values.setdefault("output_dir", str(Path("runs", path.resolve().parent.name, path.stem)))
-    return Recipe(f"{path.parent.name}/{path.stem}", values)
+        if key in reasons:
+            raise ValueError(f"{path}: a recipe cannot choose {key}: {reasons[key]}")
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}; {_hint(key, known)}")
+    inside = path.is_relative_to(recipes.ROOT)
+    name = path.relative_to(recipes.ROOT).with_suffix("") if inside else Path(path.resolve().parent.name, path.stem)
+    values.setdefault("output_dir", str("runs" / name))
+    return Recipe(name.as_posix(), values)
 
 
-def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no recipe at {path}")
-    if path.resolve() in extending:
-        raise ValueError(f"{path} extends itself")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{path} must be a mapping of keys to values, one `key: value` a line")
-    parent = values.pop("extends", None)
-    return values if parent is None else _read(path.parent / parent, (*extending, path.resolve())) | values
+def _hint(key: str, known: set[str]) -> str:
+    if others := [name for name in TASKS if key in get_task(name).settings_class.names()]:
+        return f"it is a key of task {' and '.join(others)}"
+    if close := difflib.get_close_matches(key, known, n=3):
+        return f"did you mean {' or '.join(close)}?"
+    return "see `abc-attn train --help` for where keys come from"

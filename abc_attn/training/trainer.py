@@ -1,4 +1,4 @@
-"""transformers' Trainer with checkpoints that are whole or absent, our perplexity, and a state that is carried on."""
+"""transformers' Trainer with checkpoints that are whole or absent, the scores of a task, and progress."""
 
 from __future__ import annotations
 
@@ -16,41 +16,25 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.cache_utils import Cache
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from abc_attn.files import write_whole
-from abc_attn.hf.cache import BoundedCache, bounded_layer, load_state, save_state
 from abc_attn.hf.trainer import Trainer
 
 METRICS = "metrics.jsonl"
 PARTIAL = ".partial"  # what is not whole yet
 
 
-class LMTrainer(Trainer):
+class RunTrainer(Trainer):
     """Trains on the batches of a data set that knows its own order; `score` is what `evaluate` reports."""
 
-    def __init__(
-        self, *arguments: Any, score: Callable[[], dict[str, float]], carry_state: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, score: Callable[[], dict[str, float]], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.score = score
-        self.carried: Cache | None = BoundedCache() if carry_state else None
         self._saving = False
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        if self.carried is None:
-            return super().compute_loss(model, inputs, *arguments, **options)
-        inputs = inputs | {"past_key_values": self.carried, "use_cache": True}
-        result = super().compute_loss(model, inputs, *arguments, **options)
-        for index in range(len(self.carried)):  # gradients end at the segment's beginning
-            layer = bounded_layer(self.carried, index)
-            assert layer.state is not None
-            layer.state = layer.state._map(Tensor.detach)
-        return result
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any) -> Tensor:
         loss = super().training_step(model, inputs, *arguments)
@@ -92,19 +76,6 @@ class LMTrainer(Trainer):
         # A pickle that nobody should load; run.json says the same in plain text.
         Path(output_dir or str(self.args.output_dir), "training_args.bin").unlink(missing_ok=True)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self.carried is not None:
-            save_state(self.carried, self._carried_file(output_dir))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self.carried is not None and checkpoint is not None:
-            self.carried = load_state(self._carried_file(checkpoint), self.args.device)
-
-    def _carried_file(self, folder: str) -> Path:
-        return Path(folder, f"carried_state_{self.args.process_index}.safetensors")
-
 
 def publish(partial: Path, final: Path) -> None:
     """Give a folder its name, once what is in it has reached the disk."""
@@ -119,8 +90,9 @@ def publish(partial: Path, final: Path) -> None:
 class Report(TrainerCallback):
     """metrics.jsonl, and progress: a bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, folder: Path, tokens_per_step: int, steps_per_pass: float) -> None:
-        self.path = folder / METRICS
+    def __init__(self, folder: Path, tokens_per_step: float, steps_per_pass: float, perplexity: str | None) -> None:
+        """perplexity: what exp(loss) is called; None leaves it out."""
+        self.path, self.perplexity = folder / METRICS, perplexity
         self.tokens_per_step, self.steps_per_pass = tokens_per_step, steps_per_pass
         self.seconds_before = 0.0  # of a run that was interrupted
         self.note = ""
@@ -159,14 +131,14 @@ class Report(TrainerCallback):
         logs["seconds"] = round(self.seconds_before + now - self.started, 2)
         if "loss" in logs:
             steps = state.global_step - self.logged_step
-            logs["perplexity"] = safe_exp(logs["loss"])
+            shown = f"loss {logs['loss']:.3f}"
+            if self.perplexity is not None:
+                logs[self.perplexity] = math.exp(min(logs["loss"], 700.0))
+                shown += f", {self.perplexity} {logs[self.perplexity]:.1f}"
             logs["tokens_per_second"] = round(steps * self.tokens_per_step / max(1e-9, now - self.logged), 1)
             self.logged_step = state.global_step
             left = (now - self.started) / max(1, state.global_step - self.first) * (state.max_steps - state.global_step)
-            self._show(
-                state, f"loss {logs['loss']:.3f}, perplexity {logs['perplexity']:.1f}, "
-                f"{logs['tokens_per_second']:,.0f} tokens/s", left,
-            )  # fmt: skip
+            self._show(state, f"{shown}, {logs['tokens_per_second']:,.0f} tokens/s", left)
         else:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in logs.items() if name.startswith("eval_"))
             self._show(state, shown, None)
@@ -200,10 +172,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
-
-
-def safe_exp(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,107 @@
+"""A table of results: what table.yaml says of it, and which recipes are its rows."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from abc_attn.recipes import ROOT, SCALES, TABLE, tables
+from abc_attn.recipes.reading import read_mapping
+
+
+class Part(NamedTuple):
+    """A further table of the same runs, with columns of its own."""
+
+    title: str
+    reading: str
+    columns: dict[str, str]  # heading by score
+
+
+class Row(NamedTuple):
+    """A recipe, and the values that a grid adds to it."""
+
+    path: Path
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table.yaml says. Its fields are the keys of that file, except `name` and `folder`."""
+
+    name: str
+    folder: Path | None  # None: only the results are known
+    title: str
+    task: str
+    reading: str  # what the figures mean, and which way is better
+    columns: dict[str, str]  # heading by score, such as {"test/480": "test, 480"}
+    scales: dict[str, str] = field(default_factory=dict)  # what each scale is
+    paper: dict[str, list[float]] = field(default_factory=dict)  # by row: the paper's figure for each of `columns`
+    more: list[Part] = field(default_factory=list)
+    plot: dict[str, Any] = field(default_factory=dict)  # kind, column, label and what the kind needs: report/plots.py
+    grid: dict[str, Any] = field(default_factory=dict)  # recipe: its name; every other key: the values it takes
+    notes: dict[str, str] = field(
+        default_factory=dict
+    )  # by recipe key: a sentence with {} for the value, if it has one
+    decimals: int = 2
+
+    @classmethod
+    def open(cls, name: str, root: Path | None = None) -> Table:
+        """The table in folder `name` of `root` (default: the package's recipes)."""
+        root = root or ROOT
+        path = root / name / TABLE
+        if not path.is_file():
+            raise FileNotFoundError(f"no table {name!r} in {root}; there are {', '.join(tables(root)) or 'none'}")
+        said = read_mapping(path)
+        known_keys = {known.name for known in fields(cls)} - {"name", "folder"}
+        if unknown := sorted(said.keys() - known_keys):
+            close = difflib.get_close_matches(unknown[0], known_keys)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known_keys))}"
+            raise ValueError(f"{path}: unknown key {unknown[0]!r}; {hint}")
+        if missing := sorted({"title", "task", "reading", "columns"} - said.keys()):
+            raise ValueError(f"{path}: {', '.join(missing)} missing")
+        try:
+            table = cls(
+                name=name, folder=path.parent, **said | {"more": [Part(**part) for part in said.get("more", [])]}
+            )
+        except TypeError as error:
+            raise ValueError(f"{path}, more: {error}") from None
+        for row, figures in table.paper.items():
+            if len(figures) != len(table.columns):
+                raise ValueError(
+                    f"{path}: paper: {row} has {len(figures)} figures, there are {len(table.columns)} columns"
+                )
+        if "recipe" not in table.grid and table.grid:
+            raise ValueError(f"{path}: grid needs `recipe`, the name of the recipe that its values are for")
+        return table
+
+    def scores(self) -> list[str]:
+        """Every score that a column shows."""
+        return [*self.columns, *(name for part in self.more for name in part.columns)]
+
+    def rows(self, scale: str) -> dict[str, Row]:
+        """The rows of a scale by name: the recipes in its folder and the points of the grid, the paper's first."""
+        assert self.folder is not None
+        folder = self.folder / scale
+        if not folder.is_dir():
+            there = ", ".join(known for known in SCALES if (self.folder / known).is_dir()) or "none"
+            raise FileNotFoundError(
+                f"{self.name} has no recipes at scale {scale!r} in {self.folder}; there are: {there}"
+            )
+        rows = {path.stem: Row(path, {}) for path in folder.glob("*.yaml") if not path.name.startswith("_")}
+        if self.grid:
+            base = rows.pop(self.grid["recipe"], None)
+            if base is None:
+                raise FileNotFoundError(f"no recipe {self.grid['recipe']!r} in {folder}, which the grid names")
+            names = [name for name in self.grid if name != "recipe"]
+            for values in product(*(self.grid[name] for name in names)):
+                rows["-".join(map(_word, values))] = Row(base.path, dict(zip(names, values, strict=True)))
+        place = {row: number for number, row in enumerate(self.paper)}
+        return {row: rows[row] for row in sorted(rows, key=lambda row: (place.get(row, len(place)), row))}
+
+
+def _word(value: Any) -> str:
+    """A grid's value in the name of a row: mlp, 8; 32-8 of {cross: 32, self: 8}."""
+    return "-".join(map(_word, value.values())) if isinstance(value, dict) else str(value)

@@ -1,0 +1,120 @@
+"""The page of a table at one scale: our figures, the paper's, further tables, a plot. As Markdown, or for HTML."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from abc_attn.files import write_whole
+from abc_attn.recipes.table import Part, Table
+from abc_attn.report.plots import draw
+from abc_attn.report.runs import figures, read_runs
+
+
+class Section(NamedTuple):
+    """A table with its heading and what it means."""
+
+    title: str
+    text: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def write_page(table: Table, scale: str, results: Path) -> Path:
+    """Write results/<table>/<scale>.md and the plot beside it, <scale>.png; returns the path of the page."""
+    runs = [run for run in read_runs(results / table.name) if run["scale"] == scale]
+    page = results / table.name / f"{scale}.md"
+    picture = page.with_suffix(".png")
+    if table.plot:
+        draw(table, by_row(table, runs), picture)
+    write_whole(page, markdown(table, scale, runs, picture.name if table.plot else None))
+    return page
+
+
+def markdown(table: Table, scale: str, runs: Sequence[Mapping[str, Any]], picture: str | None) -> str:
+    """The page as Markdown; picture: the name of the plot's file."""
+    blocks = [f"# {title(table, scale)}", introduction(table, scale, runs)]
+    if picture is not None:
+        blocks.append(f"![{table.plot['label']}]({picture})")
+    for section in sections(table, runs):
+        lines = [section.head, ["---"] * len(section.head), *section.rows]
+        blocks += [f"## {section.title}", section.text]
+        blocks.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def title(table: Table, scale: str) -> str:
+    what = table.scales.get(scale, scale)
+    return f"{table.title}, here: {what}" if table.paper else f"{table.title}: {what}"
+
+
+def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """What the figures mean, and which command made them."""
+    sentences = [table.reading]
+    for key, sentence in table.notes.items():
+        found = dict.fromkeys(run["values"][key] for run in runs if run["values"].get(key) is not None)
+        sentences += [sentence.format(value) for value in found]
+    if any(sum(other["row"] == run["row"] for other in runs) > 1 for run in runs):
+        sentences.append("Several seeds: mean (lowest to highest).")
+    sentences.append(f"Made by `abc-attn reproduce {table.name} --scale {scale}`.")
+    return "\n".join(sentences)
+
+
+def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Our figures, the paper's, and each further part in a table of its own."""
+    rows = by_row(table, runs)
+    found = [_ours(table, Part("Figures" if not table.paper else "Measured here", "", table.columns), rows)]
+    if table.paper:
+        theirs = [[row, *map(str, table.paper[row])] for row in table.paper]
+        found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
+    return found + [_ours(table, part, rows) for part in table.more]
+
+
+def by_row(table: Table, runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The runs of each row: the paper's rows in its order, then those of our own in the grid's order or by name."""
+    names = {run["row"] for run in runs}
+    grid = [key for key in table.grid if key != "recipe"]
+
+    def place(row: str) -> tuple[Any, ...]:
+        values = next(run["values"] for run in runs if run["row"] == row)
+        options = [table.grid[key] for key in grid]
+        inside = all(values.get(key) in known for key, known in zip(grid, options, strict=True))
+        in_grid = [known.index(values[key]) for key, known in zip(grid, options, strict=True)] if inside else []
+        in_paper = list(table.paper).index(row) if row in table.paper else len(table.paper)
+        return in_paper, bool(in_grid), in_grid, row
+
+    return {row: [run for run in runs if run["row"] == row] for row in sorted(names, key=place)}
+
+
+def _ours(table: Table, part: Part, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+    lines = []
+    for row, runs in rows.items():
+        values = runs[0]["values"]
+        shown = [_shown(figures(runs, column), table.decimals) for column in part.columns]
+        lines.append([row, _control(values), _slots(values), str(len(runs)), *shown])
+    return Section(part.title, part.reading, ["row", "control", "slots", "seeds", *part.columns.values()], lines)
+
+
+def _control(values: Mapping[str, Any]) -> str:
+    """The control of a run, or those of its layers."""
+    control = values.get("control")
+    if control is None:
+        return "-"
+    return ", ".join(f"`{name}`" for name in ([control] if isinstance(control, str) else control))
+
+
+def _slots(values: Mapping[str, Any]) -> str:
+    slots = values.get("slots")
+    if isinstance(slots, Mapping):
+        return ", ".join(f"{site} {count}" for site, count in slots.items())
+    return "-" if slots is None else str(slots)
+
+
+def _shown(found: Sequence[float], decimals: int) -> str:
+    if not found:
+        return "n/a"
+    mean = f"{statistics.fmean(found):.{decimals}f}"
+    spread = f" ({min(found):.{decimals}f} to {max(found):.{decimals}f})"
+    return mean if min(found) == max(found) else mean + spread

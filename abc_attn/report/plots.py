@@ -1,0 +1,99 @@
+"""The plot of a table: its table.yaml names a kind (`plot: {kind: bars, column: test/480, label: ...}`) of those here.
+
+Each draws on a matplotlib figure the mean over seeds of one column.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abc_attn.files import whole_file
+from abc_attn.recipes.table import Table
+from abc_attn.report.runs import figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # the runs of each row
+OURS, PAPERS = "tab:blue", "tab:gray"
+
+
+def draw(table: Table, rows: Rows, path: Path) -> None:
+    """Write the plot as PNG."""
+    from matplotlib.figure import Figure
+
+    kind = table.plot.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"{table.name}: plot: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    figure = Figure(layout="constrained")
+    KINDS[kind](table, rows, figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        # No date or version in the file: the same figures give the same bytes.
+        figure.savefig(temporary, dpi=120, format="png", metadata={"Software": None})
+
+
+def bars(table: Table, rows: Rows, figure: Figure) -> None:
+    """A bar a row, with the seeds' spread; the paper's figures in a panel of their own, since the scale is another."""
+    column = table.plot["column"]
+    found = {row: _figures(runs, column) for row, runs in rows.items()}
+    shown = {row: statistics.fmean(several) for row, several in found.items() if several}
+    panels: list[Axes] = list(figure.subplots(1, 2 if table.paper else 1, squeeze=False)[0])
+    figure.set_size_inches(5 * len(panels), 1.2 + 0.32 * max(len(shown), len(table.paper)))
+    _bar_panel(panels[0], shown, OURS, "measured here" if table.paper else "")
+    for place, row in enumerate(shown):
+        panels[0].plot([min(found[row]), max(found[row])], [place, place], color="black", linewidth=1.5)
+    if table.paper:
+        number = list(table.columns).index(column)
+        _bar_panel(panels[1], {row: theirs[number] for row, theirs in table.paper.items()}, PAPERS, "the paper")
+    figure.supxlabel(table.plot["label"], fontsize="medium")
+
+
+def _bar_panel(axes: Axes, shown: Mapping[str, float], color: str, title: str) -> None:
+    axes.barh(range(len(shown)), list(shown.values()), color=color)
+    axes.set_yticks(range(len(shown)), list(shown))
+    axes.invert_yaxis()
+    axes.set_title(title)
+    for place, figure in enumerate(shown.values()):
+        axes.annotate(f"{figure:.4g}", (figure, place), xytext=(3, 0), textcoords="offset points", va="center")
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def curves(table: Table, rows: Rows, figure: Figure) -> None:
+    """The column over recipe key `x`, a curve for each value of recipe key `lines`; a row without `x` is a level."""
+    column, x, lines = (table.plot[key] for key in ("column", "x", "lines"))
+    curves: dict[str, dict[float, float]] = {}
+    levels: dict[str, float] = {}
+    for runs in rows.values():
+        values, found = runs[0]["values"], _figures(runs, column)
+        if found and values.get(x) is None:
+            levels[str(values[lines])] = statistics.fmean(found)
+        elif found:
+            curves.setdefault(str(values[lines]), {})[values[x]] = statistics.fmean(found)
+    figure.set_size_inches(6, 4)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot(sorted(points), [points[at] for at in sorted(points)], marker="o", label=name)
+    for name, level in levels.items():
+        axes.axhline(level, color="black", linestyle=":", label=name)
+    axes.set(xlabel=x, ylabel=table.plot["label"], title=table.title)
+    if ticks := sorted({at for points in curves.values() for at in points}):
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [str(at) for at in ticks])
+        axes.minorticks_off()
+    if curves or levels:
+        axes.legend()
+
+
+def _figures(runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
+    """The figures that can be drawn."""
+    return [figure for figure in figures(runs, column) if figure < math.inf]
+
+
+KINDS: dict[str, Callable[[Table, Rows, Figure], None]] = {"bars": bars, "curves": curves}

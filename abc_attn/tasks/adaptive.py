@@ -1,0 +1,84 @@
+"""What the tasks of AdaptiveLM have in common: its config, its checks, and a start from a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abc_attn.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from abc_attn.hf import AdaptiveLMConfig
+
+# A trained model must have the same, to be started from. The vocabulary is known once the data is.
+_SHAPE = ("vocab_size", "cutoffs", "div_val", "hidden_size", "num_hidden_layers", "intermediate_size")
+
+
+class AdaptiveTask(Task):
+    """A task whose model is AdaptiveLM."""
+
+    perplexity = "perplexity per token"
+
+    @classmethod
+    def config_class(cls) -> type[PreTrainedConfig]:
+        from abc_attn.hf import AdaptiveLMConfig
+
+        return AdaptiveLMConfig
+
+    def check(self) -> None:
+        """The config, and a model of it with one layer (all, if they differ) and next to no vocabulary."""
+        from abc_attn.hf import AdaptiveLM
+
+        values = self.model_values | self.provisional_vocabulary()
+        config = self._config(values)
+        layers = config.num_hidden_layers
+        if not isinstance(config.control, list) and not isinstance(config.num_key_value_heads, list):
+            layers = 1
+        AdaptiveLM(
+            self._config(values | {"vocab_size": 2, "cutoffs": (), "intermediate_size": 1, "num_hidden_layers": layers})
+        )
+
+    def provisional_vocabulary(self) -> dict[str, Any]:
+        """vocab_size and cutoffs for a config before the data is opened."""
+        return {}
+
+    def vocabulary(self) -> dict[str, Any]:
+        """What the data decides of the config."""
+        return {}
+
+    def build_model(self, start: Path | None) -> PreTrainedModel:
+        from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+
+        config = self._config(self.model_values | self.vocabulary())
+        if start is None:
+            return AdaptiveLM(config)
+        theirs = AdaptiveLMConfig.from_pretrained(start)
+        for name in _SHAPE:
+            mine, other = _plain(getattr(config, name)), _plain(getattr(theirs, name))
+            if mine != other:
+                raise ValueError(
+                    f"init_from={self.settings.init_from!r} has {name}={other}, this recipe {mine}: they must agree"
+                )
+        return AdaptiveLM.from_pretrained(start, config=config)
+
+    def load_model(self, folder: Path) -> PreTrainedModel:
+        from abc_attn.hf import AdaptiveLM
+
+        return AdaptiveLM.from_pretrained(folder)
+
+    @staticmethod
+    def _config(values: dict[str, Any]) -> AdaptiveLMConfig:
+        from huggingface_hub.errors import StrictDataclassError
+
+        from abc_attn.hf import AdaptiveLMConfig
+
+        try:
+            return AdaptiveLMConfig(**values)
+        except StrictDataclassError as error:  # a value of the wrong type
+            raise ValueError(" ".join(str(error).split())) from None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

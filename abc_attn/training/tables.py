@@ -1,0 +1,129 @@
+"""Tables of results: every row trained by its recipe, scored by its task, and set beside the paper's figures.
+
+A table is a folder of recipes with a table.yaml, a row is a recipe in it: adding one is adding a file. Runs whose
+results are recorded are not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from abc_attn.recipes.table import Table
+from abc_attn.report import write_page
+from abc_attn.report.runs import RUNS, add_run, read_runs
+from abc_attn.tasks import get_task
+from abc_attn.training.recipe import Recipe, load_recipe
+from abc_attn.training.run import STARTED, prepare, trained_model
+
+
+class Plan(NamedTuple):
+    """One run of one row."""
+
+    table: Table
+    scale: str
+    row: str
+    seed: int
+    recipe: Recipe
+    done: bool  # its result is recorded, with the values of this very recipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}, seed {self.seed}"
+
+
+def plan(
+    table: str,
+    scale: str,
+    rows: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    overrides: Mapping[str, Any] | None = None,
+    recipes: Path | None = None,
+    results: Path = Path("results"),
+) -> list[Plan]:
+    """The runs that make a table, in order: a row that starts from another's model comes after it.
+
+    What can be wrong with any of them is found here, before the first is trained. recipes: a folder of tables (default:
+    those of the package).
+    """
+    shown = Table.open(table, recipes)
+    known = shown.rows(scale)
+    if unknown := sorted(set(rows or ()) - known.keys()):
+        raise ValueError(f"no row {', '.join(unknown)} in {table} at scale {scale}; there are {', '.join(known)}")
+    if shown.plot and find_spec("matplotlib") is None:  # said now, not after all trainings
+        raise ValueError("the plot needs matplotlib: pip install 'abc-attn[train]'")
+    recorded = {(run["scale"], run["row"], run["seed"]): run["values"] for run in read_runs(results / table)}
+    plans: dict[tuple[str, int], Plan] = {}
+
+    def add(row: str, seed: int) -> None:
+        if (row, seed) in plans:
+            return
+        folder = Path("runs", table, scale, f"{row}-seed{seed}")
+        values = known[row].values | {"seed": seed, "output_dir": str(folder)} | dict(overrides or {})
+        recipe = load_recipe(known[row].path, values)
+        source = recipe.settings.init_from
+        if source in known:  # the run of that row with the same seed
+            recipe = load_recipe(known[row].path, values | {"init_from": f"{source}-seed{seed}"})
+            if source in (rows or known):
+                add(source, seed)
+        before = recorded.get((scale, row, seed))
+        if before is not None and (different := recipe.differences(before)):
+            raise ValueError(
+                f"{results / table / RUNS} has {row}, seed {seed}, with other values of {', '.join(different)}; give "
+                "another --output, or remove its line to train again"
+            )
+        plans[row, seed] = Plan(shown, scale, row, seed, recipe, before is not None)
+        if before is None:
+            _check(plans[row, seed], source, plans.get((str(source), seed)))
+
+    for row in rows or known:
+        for seed in seeds:
+            add(row, seed)
+    return list(plans.values())
+
+
+def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
+    """What can be known of a run before it starts. source: what its model starts from; before: the run of that."""
+    table, recipe = planned.table, planned.recipe
+    if recipe.task is not get_task(table.task):
+        raise ValueError(f"row {planned.row} is of task {recipe.values.get('task')}, its table of {table.task}")
+    task = recipe.make_task()
+    task.check_scores(table.scores())
+    task.check()
+    if source is not None and (before is None or before.done):
+        try:
+            trained_model(str(recipe.settings.init_from), Path(recipe.values["output_dir"]))
+        except FileNotFoundError:
+            hint = "its result is recorded, but its model is not here" if before else "add it to --rows"
+            raise ValueError(f"row {planned.row} starts from the trained {source}: {hint}") from None
+
+
+def reproduce(table: str, scale: str, plans: Sequence[Plan], results: Path = Path("results")) -> Path:
+    """Train, score and record what is not done yet, and write the table's page and plot; returns the page's path."""
+    for number, planned in enumerate(plans, 1):
+        before = ": done before" if planned.done else ""
+        print(f"[{number}/{len(plans)}] {planned.name}{before}", file=sys.stderr, flush=True)
+        if not planned.done:
+            add_run(results / table, _run(planned))
+    shown = plans[0].table if plans else Table.open(table)
+    return write_page(shown, scale, results)
+
+
+def _run(planned: Plan) -> dict[str, Any]:
+    """Train and score; returns the record of it."""
+    recipe, folder = planned.recipe, Path(planned.recipe.values["output_dir"])
+    try:
+        train = prepare(recipe, resume=True)
+    except (ValueError, TypeError) as error:
+        raise OSError(f"{planned.name}: {error}") from error
+    trained = train()
+    task = recipe.make_task()
+    task.open()
+    scores = task.scores(task.load_model(folder), planned.table.scores())
+    about = json.loads((folder / STARTED).read_text(encoding="utf-8"))
+    about["values"] = recipe.without_places()
+    return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores}

@@ -1,0 +1,23 @@
+"""A little text and a recipe that trains on it in a second, for the tests of training and of tables."""
+
+import random
+
+import yaml
+
+TINY = {
+    "data_dir": "text", "cache_dir": "cache", "block_size": 16, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 32, "cutoffs": [10, 20], "div_val": 2, "control": "mlp:4",
+    "max_steps": 12, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+    "logging_steps": 2, "save_steps": 4, "use_cpu": True,
+}  # fmt: skip
+
+
+def fill(folder):
+    """Writes text/ and tiny.yaml into a folder; returns it."""
+    (folder / "text").mkdir()
+    words, chance = [f"w{i}" for i in range(40)], random.Random(0)
+    for split, lines in (("train", 80), ("valid", 10), ("test", 10)):
+        text = "\n".join(" ".join(chance.choices(words, range(40, 0, -1), k=9)) for _ in range(lines))
+        (folder / "text" / f"{split}.txt").write_text(text + "\n")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    return folder
