@@ -61,9 +61,6 @@ def cpu() -> str:
 
 def backends() -> list[tuple[str, bool, str]]:
     """Name, whether it can be used here, and what it is or why it cannot; in the order in which "auto" tries them."""
-    from abc_attn import kernels  # brings torch
+    from abc_attn.kernels import describe_backends  # imports torch
 
-    if hasattr(kernels, "describe_backends"):
-        return kernels.describe_backends()
-    name, text = kernels.describe_backend()
-    return [(name, True, text), ("torch", True, "chunked matrix products")][: 2 if name == "native" else 1]
+    return describe_backends()

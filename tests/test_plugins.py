@@ -127,6 +127,8 @@ def llama(place):
 
 def test_a_converted_model_says_which_module_it_needs(llama, place, capsys):
     """convert, generate and evaluate with --import; without it, the error names the module, which is not imported."""
+    from transformers import AutoModelForCausalLM
+
     assert main(["convert", "llama", "plain", "--control", "even:4"]) == 2
     assert "unknown control 'even' in 'even:4'; accepted: " in (said := capsys.readouterr().err)
     assert "--import" in said
@@ -143,6 +145,8 @@ def test_a_converted_model_says_which_module_it_needs(llama, place, capsys):
         said = capsys.readouterr().err
         assert "bounded needs the control 'even', which is not part of abc-attn: add --import my_controls " in said
         assert said.count("\n") == 1
+        with pytest.raises(ValueError, match=r"needs the control 'even', .*its controls came from: my_controls"):
+            AutoModelForCausalLM.from_pretrained("bounded")
         assert not (place / "my_controls.imported").exists()
         assert main([*command, *given]) == 0
         assert (place / "my_controls.imported").read_text() == "once\n"

@@ -19,9 +19,10 @@ def import_controls(arguments: argparse.Namespace) -> None:
 def check_controls(control: object) -> None:
     """Refuse a control like "window:32+clock:8", or a list of them, if a name is unknown. It takes torch, and not
     transformers."""
-    if unknown := _unknown(control):
-        from abc_attn.controls import CONTROLS
+    from abc_attn.controls import CONTROLS
+    from abc_attn.controls.base import unknown_controls
 
+    if unknown := unknown_controls(control):
         raise CommandError(
             f"unknown control {unknown[0]!r} in {control!r}; accepted: {', '.join(CONTROLS)}. A control of your own "
             "needs --import with its module or file" + "".join(f"; {line}" for line in plugins.load_entry_points())
@@ -33,27 +34,17 @@ def check_saved_controls(folder: Path, config: dict[str, Any]) -> None:
 
     The name of the module is only shown: nothing that a model's files name is ever imported.
     """
-    if unknown := _unknown(config.get("control")):
+    if "control" not in config:  # a model that is not converted
+        return
+    from abc_attn.controls.base import unknown_controls
+
+    if unknown := unknown_controls(config["control"]):
         modules = [name for name in config.get("control_modules") or () if _is_module_name(name)]
         flags = " ".join(f"--import {name}" for name in modules) or "--import MODULE"
         raise CommandError(
             f"{folder} needs the control {unknown[0]!r}, which is not part of abc-attn: add {flags} (a module, or the "
             "path of its file)" + "".join(f"; {line}" for line in plugins.load_entry_points())
         )
-
-
-def _unknown(control: object) -> list[str]:
-    """The names in "window:32+clock:8", or in a list of such, that neither this package nor an installed one registers.
-    What is neither (a model that is not converted has none) is left to others to judge."""
-    controls = control if isinstance(control, list) else [control]
-    names = [part.strip().partition(":")[0] for each in controls if isinstance(each, str) for part in each.split("+")]
-    if not names:
-        return []
-    from abc_attn.controls import CONTROLS
-
-    if not CONTROLS.keys() >= {*names}:
-        plugins.load_entry_points()
-    return [name for name in names if name not in CONTROLS]
 
 
 def _is_module_name(name: object) -> bool:

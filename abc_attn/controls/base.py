@@ -212,6 +212,18 @@ def make_control(
     return whole
 
 
+def unknown_controls(control: object) -> list[str]:
+    """The names in "window:32+clock:8", or in a list of such, that are not registered, not even by installed packages.
+
+    What is neither a string nor a list of them has no names: whoever takes it will say what is wrong with it.
+    """
+    controls = control if isinstance(control, list) else [control]
+    names = [part.strip().partition(":")[0] for each in controls if isinstance(each, str) for part in each.split("+")]
+    if not CONTROLS.keys() >= {*names}:
+        load_entry_points()
+    return [name for name in names if name not in CONTROLS]
+
+
 def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
     name, colon, count = part.strip().partition(":")
     if name not in CONTROLS:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
+from abc_attn.controls.base import unknown_controls
 from abc_attn.hf.cache import BoundedCache
 
 BOUNDED = "reads a memory of fixed size instead of every key and value"
@@ -34,6 +35,15 @@ class Stateful(PreTrainedModel):
     """Mixed into a model whose memory is a bounded state."""
 
     _is_stateful = True  # generate() then refuses assisted decoding, which would have to take tokens back
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        modules = getattr(config, "control_modules", None)  # of a saved model: what save_pretrained found
+        if modules and (unknown := unknown_controls(config.control)):
+            raise ValueError(
+                f"this model needs the control {unknown[0]!r}, which is not part of abc-attn: import the module that "
+                f"defines it first (when the model was saved, its controls came from: {', '.join(map(str, modules))})"
+            )
+        super().__init__(config, *arguments, **options)
 
     def named_controls(self) -> Mapping[str, Control]:
         """Every control of the model once, by a name that `new_control` takes."""
