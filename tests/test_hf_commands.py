@@ -123,7 +123,7 @@ def test_pipelines(task, cls, text, found, tmp_path):
         (["convert", "{}/llama", "{}/new", "--control", "mpl"], "unknown control 'mpl'"),
         (["convert", "{}/llama", "{}/new", "--where", "cross"], "no 'cross' attention"),
         (["convert", "{}/bounded", "{}/new"], "is a bounded model already (control 'mlp:4')"),
-        (["generate", "{}/t5", "--prompt", "w5"], "T5Model is not supported"),
+        (["generate", "{}/t5", "--prompt", "w5"], "T5Model is not supported; the supported families are"),
     ],
 )
 def test_mistakes_that_take_transformers_are_one_line(llama, tmp_path, arguments, said, capsys):

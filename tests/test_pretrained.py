@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
+from abc_attn.bench import models as benchmark  # noqa: E402
 from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
-from abc_attn.hf import BoundedCache, benchmark, convert, state_bytes  # noqa: E402
+from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
 
 ROOT = Path(__file__).parents[1]

@@ -83,7 +83,7 @@ def imported_rooms(source: str, package: list[str]) -> set[str]:
         "import abc_attn.core as c",
         "from abc_attn.core import read",
         "from abc_attn import core",
-        "from abc_attn import Write",
+        "from abc_attn import Memory",
         "def f():\n    from abc_attn import core",
         "from .. import core",
         "from ..core import read",
