@@ -25,6 +25,7 @@ from contract import (
     gradients,
     judge,
     results,
+    shared,
     tokens,
     vector_width,
 )
@@ -50,8 +51,8 @@ def assert_same_state(a: State, b: State, tolerance: float) -> None:
     assert a.control == b.control
     found, expected = results(state=a), results(state=b)
     assert found.keys() == expected.keys()
-    for name, parts in found.items():
-        assert distance(parts, expected[name]) <= tolerance, name
+    for name, part in found.items():
+        assert distance(part, expected[name]) <= tolerance, name
 
 
 def skip_unless_online(case, causal):
@@ -70,7 +71,7 @@ def sizes(n: int) -> list[tuple[int, int, int]]:
 
 
 def one_pass(case, n, t, b, earlier, backend, dtype=torch.float64) -> Results:
-    attention = build(case, n, dtype=dtype, backend=backend)
+    attention = shared(case, n, dtype=dtype, backend=backend)
     x = tokens(b, earlier + t, dtype).requires_grad_()
     state = attention(x[:, :earlier], return_state=True)[1] if earlier else None
     y, state = attention(x[:, earlier:], state=state, return_state=True)
@@ -127,7 +128,7 @@ def test_writing_all_at_once_is_the_loop(case, monkeypatch):
 @remembered
 def expected_of_whole(case, t=41) -> Expected:
     def run(backend):
-        y, state = build(case, few(case), backend=backend)(tokens(2, t), return_state=True)
+        y, state = shared(case, few(case), backend=backend)(tokens(2, t), return_state=True)
         return results(y, state=state)
 
     return Expected(run)
@@ -137,7 +138,7 @@ def expected_of_whole(case, t=41) -> Expected:
 @every_causal
 def test_whole_is_split_is_one_by_one(case, form):
     t = 41
-    attention = build(case, few(case), backend=form.backend, dtype=form.dtype)
+    attention = shared(case, few(case), backend=form.backend, dtype=form.dtype)
     x = tokens(2, t, form.dtype)
     y, end = attention(x, return_state=True)
     judge(results(y, state=end), expected_of_whole(case), form, f"{case} whole")
@@ -155,9 +156,9 @@ def test_whole_is_split_is_one_by_one(case, form):
 @in_every_form
 @every_causal
 def test_only_the_past_matters(case, form):
-    attention = build(case, few(case), backend=form.backend, dtype=form.dtype)
+    attention = shared(case, few(case), backend=form.backend, dtype=form.dtype)
     x, whole = tokens(2, 30, form.dtype), expected_of_whole(case, 30)
-    y, expected = attention(x), whole.results["outputs"][0]
+    y, expected = attention(x), whole.results["outputs"]
     for t in (0, 11, 28):
         future = x.clone()
         future[:, t + 1 :] += tokens(2, 29 - t, form.dtype, seed=5)
@@ -207,7 +208,7 @@ def on_the_left(length):
 @remembered
 def expected_of_padded(case, causal) -> Expected:
     return Expected(
-        lambda backend: padded(build(case, few(case), causal=causal, backend=backend), torch.float64, on_the_right)
+        lambda backend: padded(shared(case, few(case), causal=causal, backend=backend), torch.float64, on_the_right)
     )
 
 
@@ -216,7 +217,7 @@ def expected_of_padded(case, causal) -> Expected:
 @every_case
 def test_padding_is_not_there(case, causal, form):
     skip_unless_online(case, causal)
-    attention = build(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
+    attention = shared(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
     expected = expected_of_padded(case, causal)
     where = f"{case} {'causal' if causal else 'encoder'}"
     judge(padded(attention, form.dtype, on_the_right), expected, form, f"{where} padding on the right")
@@ -227,7 +228,7 @@ def test_padding_is_not_there(case, causal, form):
     ]
     if case.control == "softmax":  # its memory is as long as the longest row
         alone = [{"outputs": row["outputs"]} for row in alone]
-    joined = {name: [torch.cat([row[name][0] for row in alone])] for name in alone[0]}
+    joined = {name: torch.cat([row[name] for row in alone]) for name in alone[0]}
     judge(joined, expected, form, f"{where} row by row")
 
 
@@ -236,7 +237,7 @@ def expected_without_padding(case) -> Expected:
     def run(backend):
         real = torch.ones(18, dtype=torch.bool)
         real[[7, 8, 11, 12, 13]] = False
-        y, state = build(case, few(case), backend=backend)(tokens(2, 18)[:, real], return_state=True)
+        y, state = shared(case, few(case), backend=backend)(tokens(2, 18)[:, real], return_state=True)
         return results(y[:, 7:], state=state)
 
     return Expected(run)
@@ -245,7 +246,7 @@ def expected_without_padding(case) -> Expected:
 @in_every_form
 @every_causal
 def test_padding_in_the_middle_of_a_continued_sequence(case, form):
-    attention = build(case, few(case), backend=form.backend, dtype=form.dtype)
+    attention = shared(case, few(case), backend=form.backend, dtype=form.dtype)
     x = tokens(2, 18, form.dtype)
     padding = torch.zeros(2, 18, dtype=torch.bool)
     padding[:, [7, 8, 11, 12, 13]] = True
@@ -257,7 +258,7 @@ def test_padding_in_the_middle_of_a_continued_sequence(case, form):
 
 @remembered
 def expected_from_nothing(case) -> Expected:
-    return Expected(lambda backend: results(build(case, few(case), backend=backend)(tokens(2, 5, seed=9)[:1])))
+    return Expected(lambda backend: results(shared(case, few(case), backend=backend)(tokens(2, 5, seed=9)[:1])))
 
 
 @in_every_form
@@ -265,7 +266,7 @@ def expected_from_nothing(case) -> Expected:
 @every_case
 def test_rows_of_padding_give_zeros(case, causal, form):
     skip_unless_online(case, causal)
-    attention = build(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
+    attention = shared(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
     x = tokens(2, 12, form.dtype).requires_grad_()
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[0] = True
@@ -304,7 +305,7 @@ def test_bf16_autocast(case, causal):
 
         def run(backend, n=n):
             with torch.no_grad():
-                return results(build(case, n, causal=causal, backend=backend)(tokens(2, 21)))
+                return results(shared(case, n, causal=causal, backend=backend)(tokens(2, 21)))
 
         attention = build(case, n, causal=causal, dtype=torch.float32)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
