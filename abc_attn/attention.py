@@ -68,6 +68,8 @@ class MemoryAttention(nn.Module):
 
         `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
         """
+        if not len(k):
+            return self._nobody(q, k, v, state, cross)
         if self._band is not None:
             options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
             options |= {"control": self._described, "in_place": self.in_place, "backend": self.backend}
@@ -83,6 +85,14 @@ class MemoryAttention(nn.Module):
         else:
             out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
         return cast(out, q.dtype), state._replace(cross=True) if cross else state
+
+    def _nobody(self, q: Tensor, k: Tensor, v: Tensor, state: State | None, cross: bool) -> tuple[Tensor, State]:
+        """A batch without rows: nothing is read, and the state has no rows either."""
+        if state is None:
+            memory = empty_memory(k[..., :0] if self.control.linear else k, v, self._rows or 0)
+            inner, length = self.control.begin(0, k.shape[1], k), k.new_zeros(0, dtype=torch.int64)
+            state = State(memory, inner, length, self._described, cross=cross)
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), state
 
     @property
     def reading(self) -> Reading:
@@ -156,6 +166,9 @@ class MemoryAttention(nn.Module):
     ) -> tuple[Tensor, State]:
         """Softmax attention over every token so far: a memory with phi_t = e_t and no bound."""
         t, dtype = k.shape[2], memory_dtype(k)
+        if key_padding_mask is not None:  # whatever stands there
+            padding = key_padding_mask[:, None, :, None]
+            k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
         old = empty_memory(k, v, 0) if state is None else state.memory
         real = k.new_ones(len(k), t, dtype=torch.bool) if key_padding_mask is None else ~key_padding_mask
         used = torch.cat([old.used, real[:, None].expand(k.shape[:3])], dim=2)
@@ -179,7 +192,7 @@ class MemoryAttention(nn.Module):
         return out, State(memory, None, length, self._described)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
 
     def check_state(self, state: State, batch: int, has_context: bool) -> None:
         if not isinstance(state, State):

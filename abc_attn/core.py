@@ -174,6 +174,16 @@ def has_values(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.device.type != "meta"
 
 
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether every number is finite; True may be missed where a sum overflows."""
+    return all(bool(x.detach().sum().isfinite()) for x in tensors)  # far cheaper than to look at each number
+
+
+def infinite(k: Tensor, v: Tensor) -> Tensor:
+    """Which tokens, `b h t`, have a key or a value that is not finite."""
+    return ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+
+
 def query_scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 

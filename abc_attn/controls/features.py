@@ -46,7 +46,8 @@ class Elu(FeatureMap):
         return head_dim
 
     def features(self, q: Tensor) -> Tensor:
-        return F.elu(q) + 1
+        # Contiguous, as the gradient of torch's elu always is: a compiled graph expects the strides of its input.
+        return F.elu(q.contiguous()) + 1
 
 
 @register_control("rfa")

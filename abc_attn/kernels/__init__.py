@@ -12,8 +12,11 @@ from abc_attn.core import (
     Memory,
     Reading,
     Write,
+    all_finite,
     cast,
     full_precision,
+    has_values,
+    infinite,
     memory_dtype,
     prepare,
     read_memory,
@@ -209,8 +212,17 @@ def exact_attention(q: Tensor, memory: Memory, seen: Tensor | None, reading: Rea
 
     Exact attention is the baseline, not a kernel of ours: a backend that does not offer it leaves it to the others.
     """
+    bad = None  # tokens that are not finite: left out of the products, where 0 * inf is NaN; what reads them is NaN
+    if has_values(memory.k) and not all_finite(memory.k, memory.v):
+        bad = infinite(memory.k, memory.v)  # b h n
+        memory = memory._replace(k=memory.k.nan_to_num(0, 0, 0), v=memory.v.nan_to_num(0, 0, 0))
     answer = call("exact", backend, q, memory, seen, reading)
-    return call("exact", "auto", q, memory, seen, reading) if isinstance(answer, Declined) else answer
+    out = call("exact", "auto", q, memory, seen, reading) if isinstance(answer, Declined) else answer
+    if bad is not None:
+        read = torch.ones(q.shape[2], bad.shape[2], dtype=torch.bool, device=q.device).tril() if seen is None else seen
+        poisoned = (read & bad[:, :, None]).any(-1, keepdim=True)  # b h t 1
+        out = out.masked_fill(poisoned.repeat_interleave(out.shape[1] // bad.shape[1], 1), torch.nan)
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

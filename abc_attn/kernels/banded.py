@@ -16,11 +16,13 @@ from abc_attn.core import (
     Band,
     Memory,
     Reading,
+    all_finite,
     cast,
     cast_memory,
     empty_memory,
     full_precision,
     has_values,
+    infinite,
     working_dtype,
 )
 from abc_attn.kernels.door import Declined, call
@@ -74,6 +76,23 @@ class Stretch(NamedTuple):
     @property
     def lead(self) -> int:
         return self.k.shape[2] - self.q.shape[2]
+
+    # Kernels multiply what a query does not see by zero, and 0 * inf is NaN. So tokens that are not finite are left out
+    # of the products, and the outputs of the queries that do read them are NaN in the end.
+
+    def finite(self) -> Stretch:
+        """The same with zeros for whatever is not finite."""
+        parts = ("sink_k", "sink_v", "k", "v")
+        return self._replace(**{name: getattr(self, name).nan_to_num(0, 0, 0) for name in parts})
+
+    def reads_infinity(self) -> Tensor:
+        """Which queries, `b h t`, read a token that is not finite."""
+        (window, dilation), t = self.band[1:], self.q.shape[2]
+        bad, sink_bad = infinite(self.k, self.v), infinite(self.sink_k, self.sink_v)[:, :, None]
+        query = torch.arange(t, device=bad.device)
+        read = self.lead + query[:, None] - dilation * torch.arange(window, device=bad.device)  # t window
+        passed = torch.arange(sink_bad.shape[-1], device=bad.device) <= (self.before[:, None] + query)[:, None, :, None]
+        return (bad[:, :, read.clamp(min=0)] & (read >= 0)).any(-1) | (sink_bad & passed).any(-1)
 
 
 def banded(
@@ -178,9 +197,14 @@ def _stretch(
         v = torch.cat([memory.v.take_along_dim(age, 2), v], dim=2)
         lead = ring
 
-    out = call("band", backend, Stretch(q, to_sinks, sink_k, sink_v, k, v, lead - begin, before, band, reading))
+    stretch = Stretch(q, to_sinks, sink_k, sink_v, k, v, lead - begin, before, band, reading)
+    finite = not has_values(k) or all_finite(sink_k, sink_v, k, v)
+    out = call("band", backend, stretch if finite else stretch.finite())
     if isinstance(out, Declined):
         return out
+    if not finite:
+        poisoned = stretch.reads_infinity()[..., None].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        out = out.masked_fill(poisoned, torch.nan)
 
     # Row r of the ring holds the last token whose place, modulo the ring's size, is the row's.
     row = torch.arange(ring, device=k.device)

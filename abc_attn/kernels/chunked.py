@@ -25,6 +25,7 @@ from abc_attn.core import (
     Memory,
     Reading,
     Write,
+    all_finite,
     decay_after,
     divide,
     group_heads,
@@ -53,7 +54,9 @@ class _Split(NamedTuple):
 
 def scan(q: Tensor, k: Tensor, v: Tensor, write: Write, memory: Memory, reading: Reading) -> tuple[Tensor, Memory]:
     """Causal attention: arguments and results of core.reference, in O(t) time and memory."""
-    if q.shape[2] == 1:  # one step of the loop is all there is to do
+    # One token is one step of the loop. So is each of those that are not finite: a product of matrices multiplies later
+    # tokens by zero, and 0 * inf is NaN.
+    if q.shape[2] == 1 or (has_values(k) and not all_finite(k, v, write.phi)):
         return reference(q, k, v, write, memory, reading)
     t, n = write.phi.shape[2:]
     size = min(64 if n <= 64 else 128, 1 << (t - 1).bit_length())

@@ -60,6 +60,7 @@ struct Band {
     float *out;
 };
 
+static const float GONE = -87.0f;  // exp(GONE) is the smallest normal number of fp32
 enum { SPAN = 256, PAGE = 1024 };  // tokens between checkpoints; floats in a page of 4 kB
 enum { BAND_CHUNK = 96 };  // queries of a band that one thread takes at once
 

@@ -214,11 +214,13 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         store(u + l, load(u + l) - load(w.c + l) * load(dc + l));
                         store(dc + l, load(dc + l) * load(w.inverse + l));
                     }
+            // The sum of N8 is exp(log_decay_j) times an effect on later queries. Where that factor is nothing, so is the
+            // sum; what rounding has left of it would be noise, here and for all earlier tokens.
             for (int i = length - 1; w.ld && i >= 0; i--)
                 for (int j = 0; j < n; j++) {
-                    carried[j] += u[i * np + j];
                     const size_t at_slot = (from + i) * n + j;
-                    a->d_log_decay[row * t * n + at_slot] = w.ld[at_slot] == -INFINITY ? 0.0f : (float)carried[j];
+                    carried[j] = w.ld[at_slot] <= GONE ? 0.0 : carried[j] + u[i * np + j];
+                    a->d_log_decay[row * t * n + at_slot] = (float)carried[j];
                 }
             for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, dc + i * np, n * 4);
             d_memory.scale(w, w.shrink);  // now the gradient of the sums before the chunk
