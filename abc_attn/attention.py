@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from abc_attn.checks import check_padding
+from abc_attn.checks import check_number, check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
 from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, memory_dtype
@@ -40,6 +40,7 @@ class MemoryAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_backend(backend)
+        check_number("scale", scale, "a number, or None for d^-1/2", scale is None)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.dropout, self.scale, self.backend = causal, dropout, scale, backend
 

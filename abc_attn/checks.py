@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,12 @@ def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
         raise ValueError(f"key_padding_mask must have shape ({b}, {t}), got {tuple(key_padding_mask.shape)}")
 
 
+def check_number(name: str, value: object, accepted: str, fine: bool = False) -> None:
+    """Refuse an option that is no number, or not finite."""
+    if not fine and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+        raise TypeError(f"{name} must be {accepted}, got {value!r}")
+
+
 def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, reading: Reading) -> None:
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a Tensor, got {type(q).__name__}")
@@ -86,6 +94,8 @@ def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, reading: Reading)
             f"q must have batch {v.shape[0]} and a multiple of {v.shape[1]} heads, as the keys and values have, "
             f"got q of shape {tuple(q.shape)}"
         )
+    check_number("scale", reading.scale, "a number, or None for d^-1/2", reading.scale is None)
+    check_number("dropout", reading.dropout, "a number from 0 to 1")
     width = slots if reading.linear else k.shape[-1]
     if q.shape[-1] != width:
         what = "the number of slots (a linear read takes f(q))" if reading.linear else "the width of the keys"

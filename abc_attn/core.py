@@ -170,8 +170,21 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a decision may rest on what x holds: not where a graph is traced, nor on the meta device."""
-    return not torch.compiler.is_compiling() and x.device.type != "meta"
+    """Whether a decision may rest on what x holds: not in a traced graph, on the meta device or under vmap."""
+    if torch.compiler.is_compiling() or x.device.type == "meta":
+        return False
+    if transformed():
+        functorch = torch._C._functorch
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                return False
+            x = functorch.get_unwrapped(x)
+    return True
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is at work, which only plain operations of torch support."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def all_finite(*tensors: Tensor) -> bool:

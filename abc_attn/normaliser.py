@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Write, decay_after, memory_dtype
+from abc_attn.core import Write, decay_after, memory_dtype, transformed
 
 
 def empty_total(batch: int, heads: int, slots: int, like: Tensor) -> Tensor:
@@ -106,6 +106,9 @@ def running_logsumexp(x: Tensor, first: Tensor) -> Tensor:
     """log(exp(first) + sum_{j <= t} exp(x_j)) for every t: x `b h t n` and first `b h n`, fp64."""
     if x.shape[2] == 1:
         return logsumexp(torch.stack([first, x[:, :, 0]], dim=2))[:, :, None]
+    if transformed():  # which the operator below does not support: plain operations, each prefix by itself
+        whole = torch.cat([first[:, :, None], x], dim=2)
+        return torch.stack([logsumexp(whole[:, :, : t + 1]) for t in range(1, whole.shape[2])], dim=2)
     return _running_logsumexp(x, first)
 
 
@@ -174,6 +177,14 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-un
     return _running_logsumexp_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
+def _no_second_derivative(ctx, *_):  # type: ignore[no-untyped-def]
+    raise NotImplementedError(
+        "a running mean with a gate, or on the reference backend, has second derivatives under torch.func only: "
+        "nest torch.func.grad there"
+    )
+
+
+_running_logsumexp_backward.register_autograd(_no_second_derivative)
 _running_logsumexp.register_autograd(_backward, setup_context=_keep_for_backward)
 
 

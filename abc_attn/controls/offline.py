@@ -82,10 +82,11 @@ def _in_order(
         share = torch.where(joined, 0.0, -torch.inf).to(log_total.dtype)
         if gate is not None:
             logit = gate[:, :, t].double()
-            keep = F.logsigmoid(logit)
+            keep, enter = F.logsigmoid(logit), F.logsigmoid(-logit)
             if key_padding_mask is not None:
-                keep = keep.masked_fill(key_padding_mask[:, t, None, None], 0)
-            log_total, share = log_total + keep, share + F.logsigmoid(-logit)
+                padding = key_padding_mask[:, t, None, None]
+                keep, enter = keep.masked_fill(padding, 0), enter.masked_fill(padding, 0)
+            log_total, share = log_total + keep, share + enter
         log_total = torch.logaddexp(log_total, share)
         moved = centroids + (share - log_total).exp()[..., None].to(centroids.dtype) * (key - centroids)
         centroids = torch.where(joined[..., None], moved, centroids)

@@ -38,6 +38,7 @@ from abc_attn.core import (
     query_scale,
     read_memory,
     softmax_weights,
+    transformed,
 )
 from abc_attn.kernels.chunked import cut
 from abc_attn.kernels.door import Declined
@@ -114,7 +115,7 @@ def _in_unit(
     tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
     state = [None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
-    if torch._C._are_functorch_transforms_active():  # vmap and grad have rules for plain operations only
+    if transformed():  # vmap and grad have rules for plain operations only
         run = _Mean.transformed
     else:
         run = (

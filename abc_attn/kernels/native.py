@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abc_attn.core import Memory, Reading, Write, has_values, query_scale
+from abc_attn.core import Memory, Reading, Write, has_values, query_scale, transformed
 from abc_attn.kernels.banded import Stretch, Token
 from abc_attn.kernels.door import Declined
 
@@ -130,6 +130,8 @@ def _not_for(*tensors: Tensor | None) -> Declined | None:
     """Why the kernels cannot take these tensors, if they cannot."""
     if not _AVAILABLE:
         return Declined(str(LIBRARY))
+    if transformed():
+        return Declined("it does not support torch.func's transforms")
     for x in tensors:
         if x is not None and (x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bool)):
             return Declined(f"it takes fp32 on the CPU, and {x.dtype} on {x.device.type} was given")
@@ -189,7 +191,13 @@ def mean_step(
 
     Declines inputs that the fast path does not support; `mean` handles them, or they are refused on the way there.
     """
-    if not _AVAILABLE or torch.compiler.is_compiling() or type(memory) is not Memory or reading.dropout:
+    if (
+        not _AVAILABLE
+        or torch.compiler.is_compiling()
+        or type(memory) is not Memory
+        or reading.dropout
+        or transformed()
+    ):
         return _NO_STEP
     given: tuple[Any, ...] = (q, k, v, log_weights, *memory, log_total)
     if not all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in given):
@@ -483,6 +491,13 @@ def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_): 
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+def _no_second_derivative(ctx, *_):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("the native backend has no second derivatives: use backend='torch'")
+
+
+_backward.register_autograd(_no_second_derivative)
 
 
 def _library() -> ctypes.CDLL:
