@@ -370,15 +370,31 @@ class Form(NamedTuple):
         return f"{self.backend}-{self.width or ('fp64' if self.dtype == torch.float64 else 'fp32')}"
 
 
-def _forms() -> list[Any]:
-    found: list[Any] = [Form("torch", torch.float64)]
+def _forms() -> list[Form]:
+    found = [Form("torch", torch.float64)]
     for name in BACKENDS:
         if name == "native":
-            missing = pytest.param(Form("native"), marks=pytest.mark.skip(reason=str(LIBRARY)))
-            found += [Form("native", width=width) for width in WIDTHS] or [missing]
+            found += [Form("native", width=width) for width in WIDTHS] or [Form("native")]
         elif name not in ("auto", "reference"):
             found.append(Form(name))
     return found
 
 
 FORMS = _forms()
+_QUICK = [Form("torch", torch.float64), *(Form("native", width=width) for width in WIDTHS[:1])]
+
+
+def as_parameters(forms: list[Form]) -> list[Any]:
+    """For pytest: `make test-quick` takes two of them."""
+    missing = pytest.mark.skip(reason=str(LIBRARY))
+    return [
+        pytest.param(
+            form,
+            id=str(form),
+            marks=[
+                *([] if form in _QUICK else [pytest.mark.thorough]),
+                *([missing] if form == Form("native") else []),
+            ],
+        )
+        for form in forms
+    ]

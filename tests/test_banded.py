@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import Case, build, error, gradient_error, gradients, tokens
+from contract import WIDTHS, Case, build, error, gradient_error, gradients, tokens, vector_width
 from test_contract import assert_same_state
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
@@ -243,10 +243,14 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (after_k, after_v))
     scores = q.double() @ keys.mT * 0.3
     scores[..., :sinks] = to_sinks.double() @ keys[:, :, :sinks].mT * 0.3
-    found = native_ring_step(q, second, k, v, memory, rows, sinks, 0.3)
-    assert error(found.double(), scores.softmax(-1) @ values) <= 2e-6
-    assert torch.equal(memory.k, after_k)
-    assert torch.equal(memory.v, after_v)
+    expected, before = scores.softmax(-1) @ values, memory
+    for width in WIDTHS:
+        memory = Memory(*(x.clone() for x in before))
+        with vector_width(width):
+            found = native_ring_step(q, second, k, v, memory, rows, sinks, 0.3)
+        assert error(found.double(), expected) <= 2e-6, width
+        assert torch.equal(memory.k, after_k)
+        assert torch.equal(memory.v, after_v)
     # What does not fit together is not touched.
     shorter = memory._replace(v=memory.v[:, :, 1:].contiguous())
     assert native_ring_step(q, second, k, v, shorter, rows, sinks, 0.3) is None
@@ -265,25 +269,29 @@ def test_native_bands_are_those_of_torch(groups, sinks, window, d, e, monkeypatc
     taken = []
     native = banded.native_band
     monkeypatch.setattr(banded, "native_band", lambda *given: taken.append(native(*given)) or taken[-1])
-    states = {torch.float32: None, torch.float64: None}
+    forms = [(torch.float64, None), *((torch.float32, width) for width in WIDTHS)]
+    states = dict.fromkeys(forms)
     for number, t in enumerate((150, 2, 97, 300)):
         inputs = [torch.randn(2, 2, t, width, dtype=torch.float64) for width in (d, e)]
         q, to_sinks = 3 * torch.randn(2, 2, 2 * groups, t, d, dtype=torch.float64)
         padding = torch.zeros(2, t, dtype=torch.bool)
         padding[1, : t // 3] = number in (1, 2)
         found = {}
-        for dtype, state in states.items():
+        for form in forms:
+            dtype, width = form
             k, v, by, second = (x.to(dtype) for x in (*inputs, q, to_sinks))
-            found[dtype], states[dtype] = banded.banded(
-                *(by, k, v, Band(sinks, window, 1), state),
-                control="",
-                scale=0.3,
-                dropout=0.0,
-                key_padding_mask=padding if padding.any() else None,
-                to_sinks=second if sinks and number else None,
-            )
-        assert error(found[torch.float32].double(), found[torch.float64]) <= 1e-5  # the contract's
-    assert [x is None for x in taken] == [False, True] * 4
+            with vector_width(width):
+                found[form], states[form] = banded.banded(
+                    *(by, k, v, Band(sinks, window, 1), states[form]),
+                    control="",
+                    scale=0.3,
+                    dropout=0.0,
+                    key_padding_mask=padding if padding.any() else None,
+                    to_sinks=second if sinks and number else None,
+                )
+        for form in forms[1:]:
+            assert error(found[form].double(), found[forms[0]]) <= 1e-5, form  # the contract's
+    assert [x is None for x in taken] == [True, *[False] * len(WIDTHS)] * 4
 
 
 @pytest.mark.skipif(isinstance(LIBRARY, str), reason="the native kernels are not there")
