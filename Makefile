@@ -9,12 +9,14 @@ ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo bench test test-hf test-pretrained test-oracle test-sanitize check docs clean
+.PHONY: help setup demo bench test test-quick test-nightly test-hf test-pretrained test-oracle test-sanitize check docs clean
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
 	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
-	@echo "make test           run the tests"
+	@echo "make test           run the tests (under five minutes)"
+	@echo "make test-quick     run those of the mathematics, of fewer sizes and forms (under a minute)"
+	@echo "make test-nightly   run the long forms of some tests"
 	@echo "make check          run ruff and mypy"
 	@echo "make docs           write what is generated in the documentation"
 	@echo "make setup          build .venv only"
@@ -36,8 +38,16 @@ bench: .venv/installed-pretrained
 	done
 
 # Two workers of one thread each: they share the cores instead of fighting for them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 test: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not oracle and not pretrained and not processes'
+	@$(PYTEST) -m 'not oracle and not pretrained and not processes and not nightly'
+
+QUICK := contract identities mutations numerics state structure
+test-quick: .venv/installed
+	@$(PYTEST) -m 'not thorough and not nightly' $(QUICK:%=tests/test_%.py)
+
+test-nightly: .venv/installed
+	@$(PYTEST) -m nightly
 
 test-oracle: .venv/installed-oracle
 	@$(BIN)/python -m pytest -m oracle

@@ -28,14 +28,12 @@ assignment changes. docs/numerics.md says why, and how to run one vector width.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
-from itertools import count, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,8 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn import CONTROLS, BoundedAttention, State, attention, core
-from abc_attn.kernels import BACKENDS
-from abc_attn.kernels.native import LIBRARY
+from abc_attn.kernels import BACKENDS, native
 
 SLOTS = (1, 5, 8, 64)
 EMBED, HEADS, KV_HEADS = 16, 4, 2  # head_dim 4
@@ -331,15 +328,7 @@ def rounded(unit: float, seed: int) -> Iterator[None]:
 # The forms that the contract holds: a backend is tested by being registered
 
 
-def _widths() -> list[str]:
-    """The vector widths of the native kernels that this machine has, widest first."""
-    if isinstance(LIBRARY, str):
-        return []
-    LIBRARY.abc_kind_at.restype = ctypes.c_char_p
-    return [name.decode() for name in takewhile(bool, map(LIBRARY.abc_kind_at, count()))]
-
-
-WIDTHS = _widths()
+WIDTHS = native.widths()
 
 
 @contextmanager
@@ -348,12 +337,12 @@ def vector_width(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    before = LIBRARY.abc_kind()
-    assert LIBRARY.abc_use(name.encode()) == 0, f"this machine has no {name}"
+    before = native.width()
+    native.use_width(name)
     try:
         yield
     finally:
-        LIBRARY.abc_use(before)
+        native.use_width(before)
 
 
 class Form(NamedTuple):
@@ -369,15 +358,31 @@ class Form(NamedTuple):
         return f"{self.backend}-{self.width or ('fp64' if self.dtype == torch.float64 else 'fp32')}"
 
 
-def _forms() -> list[Any]:
-    found: list[Any] = [Form("torch", torch.float64)]
+def _forms() -> list[Form]:
+    found = [Form("torch", torch.float64)]
     for name in BACKENDS:
         if name == "native":
-            missing = pytest.param(Form("native"), marks=pytest.mark.skip(reason=str(LIBRARY)))
-            found += [Form("native", width=width) for width in WIDTHS] or [missing]
+            found += [Form("native", width=width) for width in WIDTHS] or [Form("native")]
         elif name not in ("auto", "reference"):
             found.append(Form(name))
     return found
 
 
 FORMS = _forms()
+_QUICK = [Form("torch", torch.float64), *(Form("native", width=width) for width in WIDTHS[:1])]
+
+
+def as_parameters(forms: list[Form]) -> list[Any]:
+    """For pytest: `make test-quick` takes two of them."""
+    missing = pytest.mark.skip(reason=str(native.unavailable()))
+    return [
+        pytest.param(
+            form,
+            id=str(form),
+            marks=[
+                *([] if form in _QUICK else [pytest.mark.thorough]),
+                *([missing] if form == Form("native") else []),
+            ],
+        )
+        for form in forms
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import Case, build, error, gradient_error, gradients, tokens
+from contract import WIDTHS, Case, build, error, gradient_error, gradients, tokens, vector_width
 from test_contract import assert_same_state
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
@@ -251,10 +251,14 @@ def test_native_steps_of_a_full_ring(groups, sinks, window, d, e):
         band, reading = Band(sinks, window), Reading(scale=0.3)
         return native.band_step(Token(q, second, k, v, memory, place, band, reading, None, in_place=True))
 
-    found, _ = step()
-    assert error(found.double(), scores.softmax(-1) @ values) <= 2e-6
-    assert torch.equal(memory.k, after_k)
-    assert torch.equal(memory.v, after_v)
+    expected, before = scores.softmax(-1) @ values, memory
+    for width in WIDTHS:
+        memory = Memory(*(x.clone() for x in before))
+        with vector_width(width):
+            found, _ = step(memory=memory)
+        assert error(found.double(), expected) <= 2e-6, width
+        assert torch.equal(memory.k, after_k)
+        assert torch.equal(memory.v, after_v)
     # What does not fit together is not touched.
     shorter = memory._replace(v=memory.v[:, :, 1:].contiguous())
     for unfit in ({"memory": shorter}, {"rows": rows[:1]}, {"q": q[:1]}, {"k": k[:, :1]}):
@@ -271,24 +275,28 @@ def test_native_bands_are_those_of_torch(groups, sinks, window, d, e, monkeypatc
     taken = []
     original = native.band
     monkeypatch.setattr(native, "band", lambda stretch: taken.append(original(stretch)) or taken[-1])
-    states = {torch.float32: None, torch.float64: None}
+    forms = [(torch.float64, None), *((torch.float32, width) for width in WIDTHS)]
+    states = dict.fromkeys(forms)
     for number, t in enumerate((150, 2, 97, 300)):
         inputs = [torch.randn(2, 2, t, width, dtype=torch.float64) for width in (d, e)]
         q, to_sinks = 3 * torch.randn(2, 2, 2 * groups, t, d, dtype=torch.float64)
         padding = torch.zeros(2, t, dtype=torch.bool)
         padding[1, : t // 3] = number in (1, 2)
         found = {}
-        for dtype, state in states.items():
+        for form in forms:
+            dtype, width = form
             k, v, by, second = (x.to(dtype) for x in (*inputs, q, to_sinks))
-            found[dtype], states[dtype] = banded.banded(
-                *(by, k, v, Band(sinks, window, 1), state),
-                Reading(scale=0.3),
-                control="",
-                key_padding_mask=padding if padding.any() else None,
-                to_sinks=second if sinks and number else None,
-            )
-        assert error(found[torch.float32].double(), found[torch.float64]) <= 1e-5  # the contract's
-    assert [isinstance(x, Declined) for x in taken] == [False, True] * 4
+            with vector_width(width):
+                found[form], states[form] = banded.banded(
+                    *(by, k, v, Band(sinks, window, 1), states[form]),
+                    Reading(scale=0.3),
+                    control="",
+                    key_padding_mask=padding if padding.any() else None,
+                    to_sinks=second if sinks and number else None,
+                )
+        for form in forms[1:]:
+            assert error(found[form].double(), found[forms[0]]) <= 1e-5, form  # the contract's
+    assert [isinstance(x, Declined) for x in taken] == [True, *[False] * len(WIDTHS)] * 4
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels are not there")

@@ -12,10 +12,12 @@ from contract import (
     CASES,
     CAUSAL,
     FORMS,
+    SLOTS,
     TALLY,
     Expected,
     Results,
     accepted,
+    as_parameters,
     build,
     compare,
     distance,
@@ -36,7 +38,7 @@ from abc_attn.core import prepare, write_token
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
 # The decorator on top varies fastest: the forms of a case follow one another and share what is expected of it.
-in_every_form = pytest.mark.parametrize("form", FORMS, ids=str, indirect=True)
+in_every_form = pytest.mark.parametrize("form", as_parameters(FORMS), indirect=True)
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
 remembered = lru_cache(maxsize=64)
 
@@ -83,10 +85,23 @@ def expected_of_one_pass(*size) -> Expected:
     return Expected(lambda backend: one_pass(*size, backend))
 
 
+MOST = max(SLOTS)  # takes longer than all others
+
+
 @in_every_form
-@every_causal
-def test_backend_is_the_reference(case, form):
-    for n in accepted(case):
+@pytest.mark.parametrize(
+    ("case", "slots"),
+    [
+        *(pytest.param(case, ns, id=str(case)) for case in CAUSAL if (ns := [n for n in accepted(case) if n < MOST])),
+        *(
+            pytest.param(case, [MOST], id=f"{case}:{MOST}", marks=pytest.mark.thorough)
+            for case in CAUSAL
+            if MOST in accepted(case)
+        ),
+    ],
+)
+def test_backend_is_the_reference(case, slots, form):
+    for n in slots:
         for t, b, earlier in sizes(n):
             found = one_pass(case, n, t, b, earlier, form.backend, form.dtype)
             where = f"{case} n={n} t={t} earlier={earlier}"

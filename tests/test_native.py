@@ -9,12 +9,12 @@ import threading
 
 import pytest
 import torch
-from contract import error, gradient_error
+from contract import WIDTHS, error, gradient_error, vector_width
 
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
 from abc_attn.core import Reading
 from abc_attn.kernels.door import Declined
-from abc_attn.kernels.native import LIBRARY, _forward, _parts, mean_step, rotate
+from abc_attn.kernels.native import LIBRARY, _forward, _load, _parts, mean_step, rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -34,6 +34,13 @@ def outcome(backend, dtype, tensors, **options):
     mixture = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads = torch.autograd.grad((out * mixture).sum() + memory.k.sin().sum() + memory.v.sin().sum(), tensors)
     return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
+
+
+def in_every_width(run, expected):
+    """`run()` gives what is expected, in each vector width that this machine has."""
+    for width in WIDTHS:
+        with vector_width(width):
+            assert_close(run(), expected)
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -59,7 +66,8 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes):
     tensors = inputs(**sizes)
-    assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
+    expected = outcome("reference", torch.float64, tensors)
+    in_every_width(lambda: outcome("native", torch.float32, tensors), expected)
 
 
 @pytest.mark.parametrize(("sizes", "sharp"), [({"n": 3}, 4), ({"g": 2, "n": 20, "e": 64}, 20)], ids=str)
@@ -70,16 +78,17 @@ def test_decays_that_cut_chunks_anywhere(t, sizes, sharp):
     logits[..., 3:] -= 2  # three slots are written over and over
     alpha = (sharp * logits).softmax(-1).clamp(max=0.99)
     alpha[:, :, 3] = 0.0
+    log_decay = torch.log1p(-alpha)
     if t > 16:  # far below what one piece may hold (-16), yet not at every token
-        assert torch.log1p(-alpha)[:, :, 1:16].sum(2).amin() < -20
+        assert log_decay[:, :, 1:16].sum(2).amin() < -20
 
     def decayed(backend, dtype):
-        tensors = [x.to(dtype).requires_grad_() for x in (q, k, v, alpha, torch.log1p(-alpha))]
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, alpha, log_decay)]
         out, memory = scan(*tensors[:3], Write(*tensors[3:]), backend=backend)
         grads = torch.autograd.grad(out.sin().sum() + memory.k.sin().sum() + memory.v.sin().sum(), tensors)
         return [x.double() for x in (out, memory.k, memory.v, memory.mass)], [x.double() for x in grads]
 
-    assert_close(decayed("native", torch.float32), decayed("reference", torch.float64))
+    in_every_width(lambda: decayed("native", torch.float32), decayed("reference", torch.float64))
 
 
 def linear_inputs(g=1, **sizes):
@@ -99,7 +108,8 @@ def linear_outcome(backend, dtype, tensors, floor=0.0):
 @pytest.mark.parametrize("sizes", [{"n": 32, "e": 32}, {"g": 2, "n": 5, "e": 64}, {"n": 8, "t": 300}], ids=str)
 def test_linear_reads(sizes):
     tensors = linear_inputs(**sizes)
-    assert_close(linear_outcome("native", torch.float32, tensors), linear_outcome("reference", torch.float64, tensors))
+    expected = linear_outcome("reference", torch.float64, tensors)
+    in_every_width(lambda: linear_outcome("native", torch.float32, tensors), expected)
 
 
 @pytest.mark.parametrize("sizes", [{"n": 32, "e": 32}, {"g": 2, "n": 5, "e": 64}, {"n": 8, "t": 300}], ids=str)
@@ -111,15 +121,15 @@ def test_linear_reads_with_a_floor(sizes):
     total = scan(features.exp(), logits[..., :0], torch.ones_like(v), write, linear=True, floor=1e9)[0] * 1e9
     ranked = total[..., 0].flatten().sort().values
     floor = float(ranked[len(ranked) // 2 - 1 : len(ranked) // 2 + 1].mean())  # of none of them: there its slope jumps
-    found = linear_outcome("native", torch.float32, tensors, floor)
-    assert_close(found, linear_outcome("reference", torch.float64, tensors, floor))
+    expected = linear_outcome("reference", torch.float64, tensors, floor)
+    in_every_width(lambda: linear_outcome("native", torch.float32, tensors, floor), expected)
     memory, outs = None, []
     for t in range(v.shape[2]):
         token = (x[:, :, t : t + 1] for x in (features.exp(), logits[..., :0], v))
         one = Write(*(x[:, :, t : t + 1] for x in write[:2]))
         out, memory = scan(*token, one, memory, linear=True, floor=floor, backend="native")
         outs.append(out)
-    assert error(torch.cat(outs, 2), found[0][0]) <= 1e-5
+    assert error(torch.cat(outs, 2).double(), expected[0][0]) <= 1e-5
 
 
 def test_keys_without_width_are_all_alike():
@@ -139,16 +149,18 @@ def test_one_token_is_rotated_as_torch_would(d):
     assert isinstance(rotate(x.requires_grad_(), cos, sin), Declined)  # it has no gradient
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("sizes", [{}, {"g": 3}, {"b": 1, "h": 1, "n": 1}], ids=str)
 @torch.no_grad()
-def test_a_step_is_that_of_the_loop(sizes):
+def test_a_step_is_that_of_the_loop(sizes, width):
     tensors = inputs(**sizes)
     _, state = mlp_attention(*(x[:, :, :60] for x in tensors), backend="reference")
     exact = state
     for t in range(60, 70):
         token = [x[:, :, t : t + 1].contiguous() for x in tensors]
         before = [x.clone() for x in (*state[0], state[1])]
-        out, memory, log_total = mean_step(*token, *state, Reading())
+        with vector_width(width):
+            out, memory, log_total = mean_step(*token, *state, Reading())
         assert all(torch.equal(a, b) for a, b in zip((*state[0], state[1]), before, strict=True))  # as it was given
         state = memory, log_total
         expected, exact = mlp_attention(*token, exact, backend="reference")
@@ -203,29 +215,30 @@ def test_bf16_in_and_out():
     assert error(out.float(), expected) <= 2**-8
 
 
-@pytest.mark.parametrize("kind", ["avx512", "avx2", "portable"])
-def test_instruction_sets(kind):
-    """The same sizes again with the kernels of another instruction set, in a process of its own."""
-    environment = os.environ | {"ABC_ATTN_SIMD": kind, "PYTHONPATH": os.path.dirname(__file__)}
-    code = f"""
-import torch
-from test_native import LIBRARY, assert_close, inputs, linear_inputs, linear_outcome, outcome
-if LIBRARY.abc_kind().decode() != {kind!r}: raise SystemExit(77)
-torch.manual_seed(0)
-few, whole = {{"n": 2, "d": 3}}, {{"n": 64, "d": 64, "e": 64}}
-for sizes in ({{}}, {{"n": 5, "d": 7}}, few, whole, {{"scale": 1e3}}, {{"g": 2, "n": 20}}):
-    tensors = inputs(**sizes)
-    assert_close(outcome("native", torch.float32, tensors), outcome("reference", torch.float64, tensors))
-for sizes in (few, whole):
-    tensors = linear_inputs(**sizes)
-    for floor in (0.0, 50.0):
-        expected = linear_outcome("reference", torch.float64, tensors, floor)
-        assert_close(linear_outcome("native", torch.float32, tensors, floor), expected)
-"""
-    status = subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
-    if status == 77:
-        pytest.skip(f"this CPU has no {kind}")
-    assert status == 0
+def test_the_vector_width_is_chosen_by_name():
+    """One that this machine has, of those that exist; any other is refused and changes nothing."""
+    assert WIDTHS[-1] == "portable"
+    assert {*WIDTHS} <= {"avx512", "avx2", "portable"}
+    now = LIBRARY.abc_kind()
+    for name in ("avx1024", "", "AVX2", *({"avx512", "avx2"} - {*WIDTHS})):
+        assert LIBRARY.abc_use(name.encode()) != 0
+        assert LIBRARY.abc_kind() == now
+    for width in WIDTHS:
+        with vector_width(width):
+            assert LIBRARY.abc_kind().decode() == width
+    assert LIBRARY.abc_kind() == now
+
+
+def test_the_environment_chooses_the_vector_width(monkeypatch):
+    """As the library is loaded; what this machine does not have is an error that names what it has."""
+    with vector_width(WIDTHS[0]):  # which is put back after this test
+        for width in WIDTHS:
+            monkeypatch.setenv("ABC_ATTN_SIMD", width)
+            assert _load().abc_kind().decode() == width
+        for wrong in ("avx1024", "AVX2"):
+            monkeypatch.setenv("ABC_ATTN_SIMD", wrong)
+            with pytest.raises(ValueError, match=f"ABC_ATTN_SIMD.*{', '.join(map(repr, WIDTHS))}.*{wrong}"):
+                _load()
 
 
 def test_several_python_threads_at_once():
@@ -265,7 +278,7 @@ def test_fewer_rows_than_threads(sizes, causal):
     torch.set_num_threads(4)
     try:
         assert _parts(1, sizes["n"]) == min(4, sizes["n"] // 16)
-        assert_close(outcome("native", torch.float32, tensors, causal=causal), expected)
+        in_every_width(lambda: outcome("native", torch.float32, tensors, causal=causal), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -306,7 +319,7 @@ def test_whole_sequences(sizes, scale):
         grads = torch.autograd.grad(loss, leaves)
         return [x.detach().double() for x in (out, *memory[:3], total)], [x.double() for x in grads]
 
-    assert_close(outcome("native", torch.float32), outcome("reference", torch.float64))
+    in_every_width(lambda: outcome("native", torch.float32), outcome("reference", torch.float64))
 
 
 def test_torch_compile():

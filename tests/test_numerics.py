@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import error, gradient_error, gradients
+from contract import WIDTHS, error, gradient_error, gradients, vector_width
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +22,17 @@ from abc_attn.core import Reading
 from abc_attn.kernels import BACKENDS
 
 PACKAGE = Path(normaliser.__file__).parent
-EACH = [*BACKENDS]
+EACH = [name for name in BACKENDS if name != "native"] + [f"native-{width}" for width in WIDTHS]
+with_each = pytest.mark.parametrize("backend", EACH, indirect=True)
 B, H, N, D = 1, 2, 3, 4
+
+
+@pytest.fixture
+def backend(request):
+    """A backend by its name; of the native one, "native-avx2" is the one of that vector width."""
+    name, _, width = request.param.partition("-")
+    with vector_width(width or None):
+        yield name
 
 
 def closed_form(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, causal: bool) -> Tensor:
@@ -74,7 +83,9 @@ def test_the_torch_backend_takes_sums_unless_a_total_grows_too_much(growth, monk
 
 
 @pytest.mark.parametrize("pattern", ["rising", "falling", "random"])
-@pytest.mark.parametrize(("causal", "backend"), [*((True, backend) for backend in EACH), (False, "auto")])
+@pytest.mark.parametrize(
+    ("causal", "backend"), [*((True, each) for each in EACH), (False, "auto")], indirect=["backend"]
+)
 def test_logits_over_the_whole_range_inside_one_chunk(pattern, causal, backend):
     logits = extreme_logits(pattern)
     inputs = [x.requires_grad_() for x in (*(torch.randn(B, H, 64, D) for _ in range(3)), logits)]
@@ -88,7 +99,7 @@ def test_logits_over_the_whole_range_inside_one_chunk(pattern, causal, backend):
         assert error(ours, theirs) < 1e-4, name
 
 
-@pytest.mark.parametrize("backend", EACH)
+@with_each
 def test_a_jump_from_lowest_to_highest_and_back(backend):
     """One-hot in effect: the top tokens alone are read as soon as they are there."""
     logits = torch.full((B, H, 9, N), -1e4)
@@ -117,22 +128,30 @@ def running(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
     return (read_weights * V).sum(-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_65536_tokens_one_at_a_time(backend):
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["reference", "auto"], indirect=True)
+@pytest.mark.parametrize(
+    ("first", "tolerance"),
+    [(57_344, 2e-5), pytest.param(0, 1e-4, marks=pytest.mark.nightly)],
+    ids=["the last 8192", "all"],
+)
+def test_65536_tokens_one_at_a_time(first, tolerance, backend):
+    """A decay of 1 - 1/t, rounded to fp32, is off the same way at thousands of steps; late ones, where 1/t is small."""
     inputs, state, steps = streams(65_536), None, []
     with torch.no_grad():
-        for token in zip(*(x.split(1, dim=2) for x in inputs), strict=True):
+        if first:
+            _, state = mlp_attention(*(x[:, :, :first] for x in inputs))
+        for token in zip(*(x[:, :, first:].split(1, dim=2) for x in inputs), strict=True):
             out, state = mlp_attention(*token, state, backend=backend)
             steps.append(torch.cat([out, state[0].mass[:, :, None]], dim=-1))
     out, mass = torch.cat(steps, dim=2).chunk(2, dim=-1)
-    expected = running(*inputs)
-    assert error(mass, torch.ones_like(mass)) < 1e-4
-    assert error(out, expected) < 1e-4
-    assert error(out[:, :, -1000:], expected[:, :, -1000:]) < 1e-4  # ... when first outputs are no longer the largest
+    expected = running(*inputs)[:, :, first:]
+    assert error(mass, torch.ones_like(mass)) < tolerance
+    assert error(out, expected) < tolerance
+    assert error(out[:, :, -1000:], expected[:, :, -1000:]) < tolerance  # first outputs are the largest
 
 
-@pytest.mark.parametrize("backend", [backend for backend in EACH if backend != "reference"])
+@pytest.mark.parametrize("backend", [each for each in EACH if each != "reference"], indirect=True)
 def test_65536_tokens_at_once(backend):
     inputs = streams(65_536)
     with torch.no_grad():
@@ -145,7 +164,7 @@ def test_65536_tokens_at_once(backend):
 # Decays of any size
 
 
-@pytest.mark.parametrize("backend", EACH)
+@with_each
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("sizes", [(0.0, -1e-3, -1.0, -80.0, -1e4), (0.0, -0.1, -torch.inf), (-0.3,), (-1e4,)])
 def test_decays_of_any_size_inside_one_chunk(sizes, linear, backend):
@@ -168,7 +187,7 @@ def test_decays_of_any_size_inside_one_chunk(sizes, linear, backend):
     assert gradient_error(found, wanted) < 1e-4
 
 
-@pytest.mark.parametrize("backend", EACH)
+@with_each
 def test_minus_infinity_in_the_middle_of_a_chunk_forgets_all_before(backend):
     t, cut = 64, 20
     log_decay = torch.zeros(B, H, t, N)
@@ -206,7 +225,7 @@ def test_a_gate_that_keeps_nothing_leaves_the_present(control):
 # Empty denominators
 
 
-@pytest.mark.parametrize("backend", EACH)
+@with_each
 def test_a_linear_denominator_of_zero_gives_zeros(backend):
     q, k, v, phi = torch.rand(B, H, 6, N), torch.randn(B, H, 6, D), torch.randn(B, H, 6, D), torch.rand(B, H, 6, N)
     q[:, :, 2], phi[:, :, 0] = 0, 0  # a query of zeros; a first token that writes nothing
@@ -218,7 +237,7 @@ def test_a_linear_denominator_of_zero_gives_zeros(backend):
     assert (read(q, memory, linear=True)[:, :, 2] == 0).all()
 
 
-@pytest.mark.parametrize("backend", EACH)
+@with_each
 def test_a_linear_denominator_close_to_underflow_stays_a_mean(backend):
     """1e-40 over 1e-40 is 1, though 1 over 1e-40 is more than fp32 can hold."""
     q, v, phi, log_decay = torch.tensor([[1.0, 1, 1], [3, 0, 0], [1, 0, 0], [0, -46, -46]]).view(4, 1, 1, 3, 1)
@@ -227,12 +246,12 @@ def test_a_linear_denominator_close_to_underflow_stays_a_mean(backend):
     assert error(read(q, memory, linear=True), torch.full_like(out, 3.0)) < 1e-3
 
 
-def test_features_of_any_sign_keep_theirs():
+@with_each
+def test_features_of_any_sign_keep_theirs(backend):
     """No eps: a denominator of -1e-20 divides as it is."""
     q, v, phi = torch.tensor([[[[1.0]]]]), torch.tensor([[[[3.0]]]]), torch.tensor([[[[-1e-20]]]])
-    for backend in EACH:
-        out, _ = scan(q, v, v, Write(phi), linear=True, backend=backend)
-        assert error(out, v) < 1e-6
+    out, _ = scan(q, v, v, Write(phi), linear=True, backend=backend)
+    assert error(out, v) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -285,6 +304,7 @@ WHOLE_NUMBERS = (  # positions, indices, counts: nothing that is learned or read
     "torch.searchsorted(held, position.contiguous()).clamp(max=len(held) - 1)",
     "((count + self.slots - 1) // self.slots).clamp(min=1)",
     "size.clamp(min=1)",
+    "read.clamp(min=0)",
     "(real - 1).clamp(min=0)",
     "(end - band.sinks).clamp(min=0)",
     "(end - 1).clamp(min=0)",

@@ -215,7 +215,7 @@ def exact_attention(q: Tensor, memory: Memory, seen: Tensor | None, reading: Rea
     bad = None  # tokens that are not finite: left out of the products, where 0 * inf is NaN; what reads them is NaN
     if has_values(memory.k) and not all_finite(memory.k, memory.v):
         bad = infinite(memory.k, memory.v)  # b h n
-        memory = memory._replace(k=memory.k.nan_to_num(0, 0, 0), v=memory.v.nan_to_num(0, 0, 0))
+        memory = memory._replace(k=memory.k.where(~bad[..., None], 0), v=memory.v.where(~bad[..., None], 0))
     answer = call("exact", backend, q, memory, seen, reading)
     out = call("exact", "auto", q, memory, seen, reading) if isinstance(answer, Declined) else answer
     if bad is not None:

@@ -82,8 +82,8 @@ class Stretch(NamedTuple):
 
     def finite(self) -> Stretch:
         """The same with zeros for whatever is not finite."""
-        parts = ("sink_k", "sink_v", "k", "v")
-        return self._replace(**{name: getattr(self, name).nan_to_num(0, 0, 0) for name in parts})
+        parts = {name: getattr(self, name) for name in ("sink_k", "sink_v", "k", "v")}
+        return self._replace(**{name: x.where(x.isfinite(), 0) for name, x in parts.items()})
 
     def reads_infinity(self) -> Tensor:
         """Which queries, `b h t`, read a token that is not finite."""

@@ -76,10 +76,10 @@ def _load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"the native kernels could not be loaded: {error}"
     found.abc_kind.restype = found.abc_kind_at.restype = ctypes.c_char_p
-    width = os.environ.get("ABC_ATTN_SIMD")
-    if width and found.abc_use(width.encode()):
+    wanted = os.environ.get("ABC_ATTN_SIMD") or ""
+    if wanted and found.abc_use(wanted.encode()):
         has = ", ".join(map(repr, _widths(found)))
-        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {width!r}")
+        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {wanted!r}")
     found.abc_checkpoint_floats.restype = ctypes.c_int64
     found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
     return found
@@ -109,12 +109,17 @@ def unavailable() -> str | None:
 
 def describe() -> str:
     threads = f"{torch.get_num_threads()} threads, torch's own" if _library().abc_threads() else "one thread"
-    return f"fused kernels for fp32 on the CPU ({_library().abc_kind().decode()}, {threads})"
+    return f"fused kernels for fp32 on the CPU ({width()}, {threads})"
 
 
 def widths() -> list[str]:
     """The vector widths that the kernels have on this machine, widest first; the first is the default."""
     return [] if unavailable() else _widths(_library())
+
+
+def width() -> str:
+    """The vector width in use."""
+    return str(_library().abc_kind().decode())
 
 
 def use_width(name: str) -> None:
