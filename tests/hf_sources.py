@@ -93,6 +93,14 @@ def inputs(model: Any, left: bool = False) -> dict[str, Tensor]:
     return given
 
 
+def counted(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs with positions that count real tokens, which a source needs under padding on the left."""
+    if model.config.model_type in ("gpt2", "bert"):
+        position = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return given | {"position_ids": position}
+    return given
+
+
 def outputs(model: Any, given: dict[str, Tensor]) -> Tensor:
     """The logits (of a base model, the last states), as one row of numbers: those of real tokens."""
     result = model(**given)

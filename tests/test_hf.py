@@ -18,6 +18,7 @@ from hf_sources import (  # noqa: E402
     SPECS,
     batch,
     bounded,
+    counted,
     inputs,
     outputs,
     source,
@@ -43,7 +44,7 @@ def test_a_large_enough_memory_reproduces_the_logits(cls, control):
     kinds = kinds_of_attention(original)
     assert kinds
     with torch.no_grad():
-        expected = [outputs(original, inputs(original, left)) for left in (False, True)]
+        expected = [outputs(original, counted(original, inputs(original, left))) for left in (False, True)]
         model = convert(original, control)
         found = [outputs(model, inputs(model, left)) for left in (False, True)]
     assert not kinds & {type(module) for module in model.modules()}
@@ -77,7 +78,7 @@ def test_a_decoder_that_reads_an_encoder(cls, control):
     given = batch(left=True) | {"encoder_hidden_states": torch.randn(3, 9, 32)}
     given["encoder_attention_mask"] = (torch.arange(9) < torch.tensor([[9], [5], [2]])).long()
     # Without a cache: in transformers BERT's and RoBERTa's own generate() cannot keep one beside an encoder.
-    expected, written = outputs(original, given), original.generate(**given, use_cache=False)
+    expected, written = outputs(original, counted(original, given)), original.generate(**given, use_cache=False)
     model = convert(original, control)
     assert set(model.controls) == {"self", "cross"}
     if control == "softmax":

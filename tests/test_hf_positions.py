@@ -122,3 +122,17 @@ def test_it_is_for_tokens_kept_whole(control, said):
         convert(source(transformers.GPT2LMHeadModel), "window:4", positions="slot")
     with pytest.raises(ValueError, match="'absolute', 'slot'"):
         convert(source(LLAMA), "window:4", positions="slots")
+
+
+@pytest.mark.parametrize("control", ["softmax", "mlp:4", "elu", "rfa:4", "t2r:4", "favor:4", "dpfp", "random:4"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert", "Roberta"])
+def test_padding_on_the_left_moves_no_position(family, control):
+    """Linear features under RoPE are not shift-invariant, and tables of positions never are."""
+    name = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model = convert(source(getattr(transformers, name)), control).double().eval()
+    given = batch(left=True)
+    with torch.no_grad():
+        found = model(**given).logits
+        for row, (ids, mask) in enumerate(zip(given["input_ids"], given["attention_mask"].bool(), strict=True)):
+            alone = model(ids[mask][None]).logits[0]
+            torch.testing.assert_close(found[row, mask], alone, rtol=1e-5, atol=1e-7)

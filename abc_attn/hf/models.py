@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -117,6 +118,9 @@ class BoundedModel(Stateful):
                     control = self._make_control(site, shape).to(weight.device, weight.dtype)
                     self.controls[key] = control
                 setattr(parent, name, adapter(original, control, index))
+        if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
+            first = self.family.positions_without_token(config)
+            self.base_model.register_forward_pre_hook(partial(count_real_tokens, first), with_kwargs=True)
         if config.positions == "slot":
             self._count_positions_in_slots()
 
@@ -139,7 +143,6 @@ class BoundedModel(Stateful):
         control: Any = next(iter(self.controls.values()))
         for owner in owners:
             owner.rotary_emb = SlotRotary(owner.rotary_emb, control)
-            owner.register_forward_pre_hook(count_real_tokens, with_kwargs=True)
 
     def named_controls(self) -> Mapping[str, Control]:
         controls: Any = self._modules.get("controls")  # None while transformers' own constructor runs
@@ -182,16 +185,25 @@ class BoundedModel(Stateful):
         return model_card(self, f"{config.model_type.removeprefix('bounded_')} model", auto, **bounded, **facts)
 
 
-def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
-    """A forward pre-hook: without position_ids, positions count real tokens, from the attention mask."""
+def count_real_tokens(
+    first: int, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[Any, Any]:
+    """A forward pre-hook: without position_ids, positions count real tokens from `first` on, by the attention mask.
+
+    transformers counts columns, so that padding on the left moves a text to positions that it does not have alone.
+    """
     if given.get("position_ids") is not None:  # generate() gives them at every step; binding a signature is slow
         return arguments, given
-    bound = inspect.signature(module.forward).bind(*arguments, **given).arguments
+    signature = inspect.signature(module.forward)
+    bound = signature.bind(*arguments, **given).arguments
     mask = bound.get("attention_mask")
-    if mask is not None and mask.dim() == 2 and bound.get("position_ids") is None and len(arguments) < 3:
-        tokens = bound["inputs_embeds"] if bound.get("input_ids") is None else bound["input_ids"]
-        given = given | {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]}
-    return arguments, given
+    in_order = list(signature.parameters).index("position_ids") < len(arguments)  # given without its name
+    if mask is None or mask.dim() != 2 or in_order:
+        return arguments, given
+    tokens = bound["inputs_embeds"] if bound.get("input_ids") is None else bound["input_ids"]
+    real = mask != 0
+    position = torch.where(real, first + real.cumsum(1) - 1, max(0, first - 1))  # padding: as RoBERTa has it
+    return arguments, given | {"position_ids": position[:, -tokens.shape[1] :]}
 
 
 def has_bounded_state(model: PreTrainedModel) -> bool:
