@@ -116,7 +116,7 @@ class BoundedModel(Stateful):
                     weight = next(original.parameters())
                     control = self._make_control(site, shape).to(weight.device, weight.dtype)
                     self.controls[key] = control
-                setattr(parent, name, adapter(original, control, index))
+                setattr(parent, name, adapter(original, control, index, len(found)))
         if config.positions == "slot":
             self._count_positions_in_slots()
 

@@ -537,7 +537,8 @@ def _call(args: Any, **tensors: Tensor | None) -> None:
         empty = not x.numel() and (kind in ("scores", "lse", "log_total") or name == "d_log_decay")  # there is none
         if (x.numel() != count and not empty) or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(
-                f"the native kernels need {count} contiguous elements of {dtype} for {name!r}, got {x.numel()} of {x.dtype}"
+                f"the native kernels need {count} contiguous elements of {dtype} for {name!r}, "
+                f"got {x.numel()} of {x.dtype}"
             )
         setattr(args, name, x.data_ptr())
     _run_native(args)
