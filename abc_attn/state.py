@@ -25,9 +25,9 @@ _UNKNOWN = "0" * 64  # stands for the checksum while the checksum is computed
 
 # Counts stay exact in fp64, and no sum of them overflows.
 MOST_TOKENS = 2**53
-# The largest sizes of numbers in a memory. A query's product with such a key is far from overflow in fp32, and so is a
-# mean of such values; features (favor) may add up to more than keys ever are.
-_LARGEST = {"memory.k": 2.0**64, "memory.v": 2.0**100, "memory.mass": 2.0**100}
+# The largest numbers in a memory that can be read without overflow in fp32: a query's product with a key, and the
+# square of a mean of values, as norms take it. A linear read divides sums of features, which may be larger.
+_LARGEST, _LARGEST_SUM = 2.0**60, 2.0**100
 
 
 class State(NamedTuple):
@@ -130,7 +130,7 @@ def load_states(
     try:
         parts = load(content)
         header, data = _parts(content)
-        facts = json.loads(header[8:]).get("__metadata__", {})
+        facts = json.loads(header[8:]).get("__metadata__") or {}
     # A dtype that torch does not have, or sizes that it refuses, are other errors than that of the format.
     except (
         SafetensorError,
@@ -203,7 +203,8 @@ def _load_state(name: str, parts: dict[str, Tensor], facts: dict[str, str], path
         raise ValueError(f"{path} lacks {error}: it is not whole, save it again") from None
     _check_shapes(state, f"{path}: {name}")
     for part, tensor in state._tensors().items():
-        _check_values(part, tensor, f"{path}: {name}{part}")
+        sums = part == "memory.mass" or not memory.k.shape[-1]  # a linear read has no keys
+        _check_values(tensor, part.startswith("inner"), _LARGEST_SUM if sums else _LARGEST, f"{path}: {name}{part}")
     if bool(((state.length < 0) | (state.length >= MOST_TOKENS)).any()):
         raise ValueError(f"{path}: {name}length must be in 0 to 2**53 - 1, got {state.length.tolist()[:8]}")
     if bool((memory.used.flatten(1).any(1) & (state.length == 0)).any()):
@@ -256,7 +257,7 @@ def _check_shapes(state: State, where: str) -> None:
             )
 
 
-def _check_values(part: str, tensor: Tensor, where: str) -> None:
+def _check_values(tensor: Tensor, inner: bool, largest: float, where: str) -> None:
     if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
         raise ValueError(f"{where} holds bytes that are neither False nor True")
     if not tensor.is_floating_point() or not tensor.numel():
@@ -264,12 +265,11 @@ def _check_values(part: str, tensor: Tensor, where: str) -> None:
     low, high = (float(x) for x in tensor.aminmax())
     if low != low or high != high:
         raise ValueError(f"{where} contains NaN; a state must be finite to be continued")
-    if part.startswith("inner"):  # the logarithm of an empty sum is -inf; what else is allowed, the control knows
+    if inner:  # the logarithm of an empty sum is -inf; what else is allowed, the control knows
         return
-    largest = max(-low, high)
-    if largest == float("inf"):
+    if max(-low, high) == float("inf"):
         raise ValueError(f"{where} contains inf; a state must be finite to be continued")
-    if largest > _LARGEST.get(part, largest):
+    if max(-low, high) > largest:
         raise ValueError(
-            f"{where} contains {largest:g}; numbers beyond {_LARGEST[part]:g} would overflow when it is read"
+            f"{where} contains {max(-low, high):g}; beyond {largest:g} what is read from it would overflow"
         )

@@ -128,6 +128,25 @@ def bounded_layer(cache: Cache, layer_idx: int, layers: int | None = None) -> Bo
     return layer
 
 
+def check_columns(cache: Cache, more: int, most: int) -> None:
+    """Refuse a cache from a file that, with `more` columns of input, goes beyond the positions that a model has.
+
+    transformers would look positions up beyond the table, or build a mask of so many columns.
+    """
+    part: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layer = part.layers[0] if getattr(part, "layers", None) else None
+    if (
+        isinstance(layer, BoundedLayer)
+        and layer.state is not None
+        and layer.state.loaded
+        and layer.columns + more > most
+    ):
+        raise ValueError(
+            f"this cache has seen {layer.columns} columns of input, {more} more are given, and this model has positions "
+            f"for {most}"
+        )
+
+
 def state_bytes(cache: Cache) -> int:
     """Bytes of storage that the states in a cache own, those of the cross-attention included."""
     return sum(layer.nbytes for layer in _bounded_layers(cache).values())
@@ -165,6 +184,11 @@ def load_state(path: str | os.PathLike[str], device: str | torch.device = "cpu")
             )
         for layer_idx, name in enumerate(expected):
             columns = _columns(facts.get(f"{name}columns", ""), states[name], f"{path}: {name}columns")
+            length, first = states[name].length, states[expected[0]].length
+            if not torch.equal(length, first) or columns != int(facts[f"{expected[0]}columns"]):
+                raise ValueError(
+                    f"{path}: {expected[0]} and {name} must have read the same tokens: their lengths differ"
+                )
             bounded_layer(cache, layer_idx).keep(states[name], columns)
     if unknown := [name for name in states if not name.startswith(("self.", "cross."))]:
         raise ValueError(f"{path} names layers {_shown(unknown)}; 'self.0.' and so on, and 'cross.0.', are accepted")

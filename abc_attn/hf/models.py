@@ -5,6 +5,7 @@ They are made from the records in `families/`; nothing here is about one family.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
-from abc_attn.hf.cache import BoundedCache
+from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.positions import POSITIONS, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
@@ -70,6 +71,8 @@ class BoundedModel(Stateful):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
+        if (most := most_tokens(self)) is not None:
+            self.register_forward_pre_hook(functools.partial(_check_positions, most), with_kwargs=True)
         self.init_weights()  # of what is new: a control starts the same way here and where a checkpoint lacks it
 
     def bind_attention(self) -> None:
@@ -192,6 +195,15 @@ def count_real_tokens(module: nn.Module, arguments: tuple[Any, ...], given: dict
         tokens = bound["inputs_embeds"] if bound.get("input_ids") is None else bound["input_ids"]
         given = given | {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]}
     return arguments, given
+
+
+def _check_positions(most: int, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """A forward pre-hook: a cache that was loaded must not be beyond the model's table of positions."""
+    cache = next((x for x in (given.get("past_key_values"), *arguments) if isinstance(x, Cache)), None)
+    if cache is not None and given.get("position_ids") is None:
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+        tokens = next((given[name] for name in names if given.get(name) is not None), None)
+        check_columns(cache, 1 if tokens is None else tokens.shape[1], most)
 
 
 def has_bounded_state(model: PreTrainedModel) -> bool:
