@@ -97,11 +97,15 @@ def check_count(count: Tensor, length: Tensor, exact: bool) -> None:
         )
 
 
-def check_log_total(log_total: Tensor) -> None:
-    """Refuse a normaliser (the logarithm of a sum; -inf if empty) that fp32, which weights have, cannot hold."""
-    largest = torch.finfo(torch.float32).max
-    if bool(((log_total.abs() > largest) & (log_total != -torch.inf)).any()):
-        raise ValueError(f"this state's normaliser has a logarithm beyond {largest:g}")
+def check_log_total(log_total: Tensor, gated: bool = False) -> None:
+    """Refuse a normaliser (the logarithm of a sum, -inf of an empty one) that no weights can have added up to.
+
+    The kernels split it into an fp32 number and the rest, of which they take the exponential: at 2**27 that is e^8 at
+    most. With a gate they do not, and a slot that nothing enters any more becomes smaller with every token.
+    """
+    largest, lowest = 2.0**27, -torch.finfo(torch.float32).max if gated else -(2.0**27)
+    if bool(((log_total > largest) | ((log_total < lowest) & (log_total != -torch.inf))).any()):
+        raise ValueError(f"this state's normaliser must be -inf or a logarithm in {lowest:g} to {largest:g}")
 
 
 def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, reading: Reading) -> None:

@@ -330,8 +330,9 @@ def other_shapes(chance: random.Random, chosen: Saved) -> bytes:
             name: torch.cat([part, part], dim=axis) if part.dim() > axis else part for name, part in tensors.items()
         }
     elif how == 8:
+        few = chance.choice((0, 1))
         tensors = {
-            name: part.narrow(axis, 0, chance.choice((0, 1))).clone() if part.dim() > axis else part
+            name: part.narrow(axis, 0, min(few, part.shape[axis])).clone() if part.dim() > axis else part
             for name, part in tensors.items()
         }
     else:

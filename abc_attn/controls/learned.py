@@ -59,7 +59,7 @@ class MLP(Control):
 
     def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
         super().check_inner(inner, length)
-        check_log_total(inner[0])
+        check_log_total(inner[0], gated=self.gate is not None)
 
     def logits(self, x: Tensor) -> Tensor:
         """W_phi x / temperature: b t D -> b h t n."""

@@ -43,7 +43,7 @@ class Cluster(Control):
     def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
         super().check_inner(inner, length)
         check_count(inner[1], length, exact=True)
-        check_log_total(inner[2])
+        check_log_total(inner[2], gated=self.gate is not None)
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
@@ -145,6 +145,8 @@ class Packed(Control):
         check_log_total(inner[1])
         if inner[0].dtype != self.packed.dtype:
             raise ValueError(f"this state's P has dtype {inner[0].dtype}, this {self.title()} has {self.packed.dtype}")
+        if not bool((inner[0].abs() <= 2.0**60).all()):
+            raise ValueError("this state's P holds numbers beyond 2**60, whose products would overflow")
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState

@@ -142,8 +142,8 @@ def check_columns(cache: Cache, more: int, most: int) -> None:
         and layer.columns + more > most
     ):
         raise ValueError(
-            f"this cache has seen {layer.columns} columns of input, {more} more are given, and this model has positions "
-            f"for {most}"
+            f"this cache has seen {layer.columns} columns of input and {more} more are given; "
+            f"this model has positions for {most}"
         )
 
 
