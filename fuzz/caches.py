@@ -52,11 +52,11 @@ def saved() -> list[SavedCache]:
             given = {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
             with torch.no_grad():
                 cache = model(**given, use_cache=True).past_key_values
-            found.append(SavedCache(model, _file(cache)))
+            found.append(SavedCache(model, file_of(cache)))
     return found
 
 
-def _file(cache: Any) -> Saved:
+def file_of(cache: Any) -> Saved:
     with tempfile.TemporaryDirectory() as folder:
         save_state(cache, Path(folder) / "state")
         content = canonical((Path(folder) / "state").read_bytes())
