@@ -9,7 +9,8 @@ ifneq ($(strip $(PIP_FIND_LINKS)),)
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help setup demo bench test test-quick test-nightly test-hf test-pretrained test-oracle test-sanitize check docs clean
+.PHONY: help setup demo bench test test-quick test-nightly test-hf test-pretrained test-oracle test-sanitize fuzz fuzz-sanitize sanitized
+.PHONY: check docs clean
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
@@ -21,6 +22,8 @@ help:
 	@echo "make docs           write what is generated in the documentation"
 	@echo "make setup          build .venv only"
 	@echo "make test-sanitize  run the native kernels' tests under address and undefined-behaviour sanitizers"
+	@echo "make fuzz           damaged and hostile input for FUZZ_SECONDS (60) each, of FUZZ_SEED (0); FUZZ=states for one part"
+	@echo "make fuzz-sanitize  the same under sanitizers"
 	@echo "make test-hf        run transformers' own tests of a model on the bounded ones"
 	@echo "make test-pretrained  SmolLM2 and MiniLM, converted: perplexity, a book as a stream, embeddings"
 	@echo "make test-oracle    compare with fla-core, an outside implementation"
@@ -71,15 +74,30 @@ test-pretrained: .venv/installed-pretrained
 # The native kernels once more, in a copy compiled to stop at any access outside its tensors or undefined behaviour.
 # -O3 as installed: without it products and sums are rounded one by one, and the tests are of another arithmetic.
 SANITIZED := .venv/sanitized
-test-sanitize: .venv/installed
+sanitized: .venv/installed
 	@rm -rf $(SANITIZED) && mkdir $(SANITIZED) && cp -r abc_attn $(SANITIZED) && rm -f $(SANITIZED)/abc_attn/kernels/_native*
 	@echo "Compiling the native kernels with sanitizers..."
 	@$(CXX) -g -O3 -std=c++17 -fPIC -shared -fno-math-errno -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 		abc_attn/kernels/native.cpp \
 		-o $(SANITIZED)/abc_attn/kernels/_native$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
+
+IN_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
+test-sanitize: sanitized
+	@$(IN_SANITIZED) PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
 		tests/test_native.py tests/test_banded.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
+
+# Hostile input: a failure prints the command that repeats it.
+FUZZ :=
+FUZZ_SECONDS := 60
+FUZZ_SEED := 0
+FUZZ_OPTIONS = $(FUZZ) --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+fuzz: .venv/installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
+
+fuzz-sanitize: sanitized
+	@cp -r fuzz $(SANITIZED)
+	@$(IN_SANITIZED) PYTHONPATH=$(SANITIZED) $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
 
 # What is generated: docs/api.md, the picture of the README, and every figure that comes from benchmarks/results.
 docs: .venv/installed

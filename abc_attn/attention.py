@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from abc_attn.checks import check_number, check_padding
+from abc_attn.checks import check_count, check_number, check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
-from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, memory_dtype
+from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, has_values, memory_dtype
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, scan, write
 from abc_attn.kernels.banded import banded
 from abc_attn.kernels.door import Declined, refused
@@ -219,6 +219,35 @@ class MemoryAttention(nn.Module):
             raise ValueError(
                 f"this state holds {len(held)} tensors of the control, of shapes {held}; "
                 f"{len(needed)} of shapes {needed} are needed here"
+            )
+        if state.loaded and has_values(state.length):
+            self._check_loaded(state)
+
+    def _check_loaded(self, state: State) -> None:
+        """Refuse what no call of this attention can have left: a state from a file may say anything.
+
+        What holds for all controls was checked as the file was read.
+        """
+        memory, length, control = state.memory, state.length, self.control
+        keys = (*memory.v.shape[:3], 0 if control.linear else self.head_dim)
+        if memory.k.shape != keys:
+            raise ValueError(f"this state's memory.k has shape {tuple(memory.k.shape)}, {keys} is needed here")
+        control.check_inner(state.inner or (), length)
+        band = control.band()
+        if band is not None:
+            used = band.in_use(length)
+            counts = (length, (length - band.sinks).clamp(min=0))
+            for count, expected in zip(state.inner or (), counts, strict=False):
+                check_count(count, expected, exact=True)
+        elif control.grows:  # a row for every token, and some that padding has left
+            used = memory.used[:, 0]
+            check_count(used.sum(1), length, exact=True)
+        else:
+            return
+        if not torch.equal(memory.used, used[:, None].expand_as(memory.used)):
+            raise ValueError(
+                f"this state's memory.used does not mark the rows that control {self._described!r} has in use after "
+                f"{length.tolist()[:8]} tokens"
             )
 
 

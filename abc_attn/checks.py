@@ -82,6 +82,40 @@ def check_number(name: str, value: object, accepted: str, fine: bool = False) ->
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
 
 
+def check_inner_like(inner: tuple[Tensor, ...], begun: tuple[Tensor, ...]) -> None:
+    """Refuse a control's own state whose dtypes are not those that it begins with, or wider; or that holds +inf.
+
+    NaN is refused where a file is read. -inf is the logarithm of an empty sum.
+    """
+    for i, (part, first) in enumerate(zip(inner, begun, strict=True)):
+        wider = part.is_floating_point() and first.is_floating_point()
+        if part.dtype != first.dtype and not (wider and torch.promote_types(part.dtype, first.dtype) == part.dtype):
+            raise ValueError(f"tensor {i} of the control's state has dtype {part.dtype}, {first.dtype} is accepted")
+        if part.is_floating_point() and bool((part == torch.inf).any()):
+            raise ValueError(f"tensor {i} of the control's state contains inf")
+
+
+def check_count(count: Tensor, length: Tensor, exact: bool) -> None:
+    """Refuse a control's count of tokens `b` that is not (`exact`: exactly) what a state of this length can have."""
+    if bool(((count != length) if exact else (count < 0) | (count > length)).any()):
+        accepted = "as many" if exact else "0 to as many"
+        raise ValueError(
+            f"this state's control has counted {count.tolist()[:8]} tokens, {accepted} as the state's length "
+            f"{length.tolist()[:8]} are accepted"
+        )
+
+
+def check_log_total(log_total: Tensor, gated: bool = False) -> None:
+    """Refuse a normaliser (the logarithm of a sum, -inf of an empty one) that no weights can have added up to.
+
+    The kernels split it into an fp32 number and the rest, of which they take the exponential: at 2**27 that is e^8 at
+    most. With a gate they do not, and a slot that nothing enters any more becomes smaller with every token.
+    """
+    largest, lowest = 2.0**27, -torch.finfo(torch.float32).max if gated else -(2.0**27)
+    if bool(((log_total > largest) | ((log_total < lowest) & (log_total != -torch.inf))).any()):
+        raise ValueError(f"this state's normaliser must be -inf or a logarithm in {lowest:g} to {largest:g}")
+
+
 def check_queries(q: Tensor, k: Tensor, v: Tensor, slots: int, reading: Reading) -> None:
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a Tensor, got {type(q).__name__}")

@@ -40,6 +40,13 @@ class Band(NamedTuple):
     def rows(self) -> int:
         return self.sinks + self.window * self.dilation
 
+    def in_use(self, count: Tensor) -> Tensor:
+        """Which rows of the memory hold a token after `count` `b` of them: `b n`."""
+        row, window = torch.arange(self.rows, device=count.device), max(1, self.window)
+        ring = row - self.sinks
+        first = torch.where(ring < 0, row, self.sinks + ring % window * self.dilation + ring // window)
+        return first < count[:, None]  # once the first token of a row has come, the row is in use
+
 
 class Memory(NamedTuple):
     """The bounded memory. Its size never depends on t."""

@@ -362,6 +362,12 @@ CALLING = {
     ),
     "reordering by a list": (lambda: state_of().reorder([1, 0]), "[1, 0]", "Tensor of int64"),
     "reordering by fractions": (lambda: state_of().reorder(torch.zeros(2)), "torch.float32", "int64 with one axis"),
+    "reordering by rows that are not there": (
+        lambda: state_of().reorder(torch.tensor([1, B])),
+        "1 to 2",
+        "from 0 to 1",
+    ),
+    "reordering by rows from the end": (lambda: state_of().reorder(torch.tensor([0, -1])), "-1 to 0", "from 0 to 1"),
     "reordering by a table": (lambda: state_of().reorder(padding.long()), "(2, 5)", "one axis"),
     "below beside a state": (
         lambda: attn("luna:4")(tokens(), below=tokens(4), state=state_of("luna:4")),
@@ -423,7 +429,8 @@ def test_the_rewritten_file_is_good_if_nothing_is_changed(file):
 
 
 FILES = {
-    "another version": ({"version": "2"}, {}, "version '2'", "'1'"),
+    "another version": ({"version": "3"}, {}, "version '3'", "'2' and '1'"),
+    "no checksum": ({"version": "2"}, {}, "checksum", "damaged"),
     "another format": ({"format": "a model"}, {}, "'a model'", "'abc-attn state'"),
     "NaN in the memory": ({}, {"memory.k": torch.full((B, H, N, D), torch.nan)}, "memory.k", "NaN"),
     "inf in the memory": ({}, {"memory.v": torch.full((B, H, N, D), torch.inf)}, "memory.v", "inf"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from abc_attn.checks import check_inner_like
 from abc_attn.core import Band, Write
 from abc_attn.plugins import load_entry_points
 
@@ -95,6 +96,13 @@ class Control(nn.Module):
     def inner_shapes(self) -> list[tuple[int, ...]]:
         """The shapes, without the batch, of the tensors of its own state."""
         return [tuple(part.shape[1:]) for part in self.begin(1, self.num_heads, torch.zeros(())) or ()]
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        """Refuse (ValueError) a state of its own that no `length` `b` tokens can have left: a file may say anything.
+
+        The shapes are right already. A control that counts, or indexes by what it keeps, adds its own conditions.
+        """
+        check_inner_like(inner, self.begin(len(length), self.num_heads, torch.zeros((), device=length.device)) or ())
 
     @property
     def appends(self) -> bool:
@@ -314,6 +322,9 @@ class Gated(Control):
     def features(self, q: Tensor) -> Tensor:
         return self.control.features(q)
 
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        self.control.check_inner(inner, length)
+
     @property
     def rows(self) -> int:
         return self.control.rows
@@ -364,8 +375,7 @@ class Composition(Control):
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
-        rest = iter(state or ())
-        states = [tuple(next(rest) for _ in range(size)) or None for size in self._sizes]
+        states = self._of_parts(state or ())
         decided: list[tuple[Write, InnerState]] = []
         held = None  # b t   tokens that some part keeps for good
         for part, own in zip(self.parts, states, strict=True):
@@ -380,6 +390,14 @@ class Composition(Control):
                 holds = (write.phi != 0).any(-1).any(1).expand(x.shape[:2])
                 held = holds if held is None else held | holds
         return _side_by_side([write for write, _ in decided]), tuple(t for _, own in decided for t in own or ())
+
+    def _of_parts(self, state: tuple[Tensor, ...]) -> list[InnerState]:
+        rest = iter(state)
+        return [tuple(next(rest) for _ in range(size)) or None for size in self._sizes]
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        for part, own in zip(self.parts, self._of_parts(inner), strict=True):
+            part.check_inner(own or (), length)
 
     def band(self) -> Band | None:
         match [part.band() for part in self.parts]:

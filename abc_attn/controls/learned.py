@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from abc_attn.checks import check_log_total
 from abc_attn.controls.base import Control, Gate, InnerState, register_control
 from abc_attn.core import Write, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
@@ -55,6 +56,10 @@ class MLP(Control):
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return (empty_total(batch, heads, self.slots, like),)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_log_total(inner[0], gated=self.gate is not None)
 
     def logits(self, x: Tensor) -> Tensor:
         """W_phi x / temperature: b t D -> b h t n."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from abc_attn.checks import check_count, check_log_total
 from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control
 from abc_attn.controls.positional import count_positions
 from abc_attn.core import Write, full_precision, memory_dtype
@@ -38,6 +39,11 @@ class Cluster(Control):
         centroids = like.new_zeros(batch, heads, self.slots, self.head_dim, dtype=memory_dtype(like))
         seen = torch.zeros(batch, dtype=torch.int64, device=like.device)
         return centroids, seen, empty_total(batch, heads, self.slots, like)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_count(inner[1], length, exact=True)
+        check_log_total(inner[2], gated=self.gate is not None)
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
@@ -134,6 +140,14 @@ class Packed(Control):
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return self.packed.expand(batch, -1, -1).clone(), empty_total(batch, heads, self.slots, like)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_log_total(inner[1])
+        if inner[0].dtype != self.packed.dtype:
+            raise ValueError(f"this state's P has dtype {inner[0].dtype}, this {self.title()} has {self.packed.dtype}")
+        if not bool((inner[0].abs() <= 2.0**60).all()):
+            raise ValueError("this state's P holds numbers beyond 2**60, whose products would overflow")
 
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from abc_attn.checks import check_count
 from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control
 from abc_attn.core import Band, Write, has_values
 
@@ -46,6 +47,10 @@ class Positional(Control):
         assert state is not None
         position, count = count_positions(state[0], key_padding_mask, x)
         return self.decide(position, count, k), (count,)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_count(inner[0], length, exact=not self.skips_held)  # else it may not have been given all of them
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         """What tokens at `position` `b t` write; `count` `b` is the number of tokens after them."""

@@ -68,14 +68,14 @@ class ConvertedAttention(MemoryAttention):
     out_proj: nn.Module
     in_place = True  # a state belongs to the cache that it came from
 
-    def __init__(self, original: Any, control: Control, layer_idx: int) -> None:
+    def __init__(self, original: Any, control: Control, layer_idx: int, layers: int) -> None:
         sizes = self.sizes(original)
         super().__init__(**sizes, causal=self.site(original) == "self", scale=original.scaling)
         for name, child in original.named_children():
             if name != "dropout":  # BERT's is a module; only its rate is needed, and sizes() has read it
                 self.add_module(name, child)
         self.train(original.training)
-        self.layer_idx = layer_idx
+        self.layer_idx, self.layers = layer_idx, layers  # of so many at this site of the model
         use_control(self, control)
         self.describe_states()
 
@@ -138,6 +138,9 @@ class ConvertedAttention(MemoryAttention):
         state = None if layer is None else layer.state
         if state is not None:
             self.check_state(state, len(hidden_states), cross)
+            if state.loaded:  # a cross-attention reads the same state at every step: it is checked once
+                assert layer is not None
+                layer.state = state = state._replace(loaded=False)
         if cross and state is not None:  # the memory of the encoder's output is written once
             q, _, _, _ = self.heads(hidden_states, None, None)
             out = self.recall(q, state)
@@ -165,7 +168,7 @@ class ConvertedAttention(MemoryAttention):
             cache = cache.cross_attention_cache if cross else cache.self_attention_cache
         elif cross:
             return None  # a plain cache has room for the self-attention alone
-        return None if cache is None else bounded_layer(cache, self.layer_idx)
+        return None if cache is None else bounded_layer(cache, self.layer_idx, self.layers)
 
     def extra_repr(self) -> str:
         return f"{self._described}, causal={self.causal}"

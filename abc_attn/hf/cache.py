@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-from abc_attn.state import State, load_states, save_states
+from abc_attn.state import MOST_TOKENS, State, load_states, save_states
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -102,12 +102,19 @@ class BoundedCache(DynamicCache):
         return state_bytes(self)
 
 
-def bounded_layer(cache: Cache, layer_idx: int) -> BoundedLayer:
-    """The layer of `cache` for attention number `layer_idx`. A DynamicCache that is still empty becomes bounded."""
+def bounded_layer(cache: Cache, layer_idx: int, layers: int | None = None) -> BoundedLayer:
+    """The layer of `cache` for attention number `layer_idx`. A DynamicCache that is still empty becomes bounded.
+
+    A model that has `layers` of them is refused a cache that another number of layers has filled.
+    """
     if not isinstance(cache, DynamicCache):
         raise TypeError(
             f"bounded attention keeps its state in a BoundedCache or an empty DynamicCache, got {type(cache).__name__}"
         )
+    if layers is not None and layer_idx == 0:  # asked for first, before anything is written
+        filled = sum(getattr(layer, "state", None) is not None for layer in cache.layers)
+        if filled not in (0, layers):
+            raise ValueError(f"this cache holds the states of {filled} layers, and this model has {layers}")
     while len(cache.layers) <= layer_idx:
         cache.layers.append(BoundedLayer())
     layer: Any = cache.layers[layer_idx]
@@ -119,6 +126,25 @@ def bounded_layer(cache: Cache, layer_idx: int) -> BoundedLayer:
             )
         layer = cache.layers[layer_idx] = BoundedLayer()
     return layer
+
+
+def check_columns(cache: Cache, more: int, most: int) -> None:
+    """Refuse a cache from a file that, with `more` columns of input, goes beyond the positions that a model has.
+
+    transformers would look positions up beyond the table, or build a mask of so many columns.
+    """
+    part: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layer = part.layers[0] if getattr(part, "layers", None) else None
+    if (
+        isinstance(layer, BoundedLayer)
+        and layer.state is not None
+        and layer.state.loaded
+        and layer.columns + more > most
+    ):
+        raise ValueError(
+            f"this cache has seen {layer.columns} columns of input and {more} more are given; "
+            f"this model has positions for {most}"
+        )
 
 
 def state_bytes(cache: Cache) -> int:
@@ -140,15 +166,51 @@ def save_state(cache: Cache, path: str | os.PathLike[str]) -> None:
 
 
 def load_state(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Cache:
-    """The cache that `save_state` wrote, to continue from: `model(..., past_key_values=load_state(path))`."""
+    """The cache that `save_state` wrote, to continue from: `model(..., past_key_values=load_state(path))`.
+
+    A file that is damaged, or holds what no model can have left, is refused.
+    """
     states, facts = load_states(path, device)
+    if "" in states:
+        raise ValueError(f"{path} holds the state of a single attention; abc_attn.State.load reads it")
     caches = {"self": BoundedCache(), "cross": BoundedCache()}
-    for name, state in states.items():
-        if f"{name}columns" not in facts:
-            raise ValueError(f"{path} holds the state of a single attention; abc_attn.State.load reads it")
-        site, layer_idx, _ = name.split(".")
-        bounded_layer(caches[site], int(layer_idx)).keep(state, int(facts[f"{name}columns"]))
+    names = {site: [name for name in states if name.startswith(f"{site}.")] for site in caches}
+    for site, cache in caches.items():
+        expected = [f"{site}.{layer_idx}." for layer_idx in range(len(names[site]))]
+        if sorted(names[site]) != sorted(expected):
+            raise ValueError(
+                f"{path} must hold the layers {site}.0. to {site}.{len(expected) - 1}. without a gap, "
+                f"and it holds {_shown(names[site])}"
+            )
+        for layer_idx, name in enumerate(expected):
+            columns = _columns(facts.get(f"{name}columns", ""), states[name], f"{path}: {name}columns")
+            length, first = states[name].length, states[expected[0]].length
+            if not torch.equal(length, first) or columns != int(facts[f"{expected[0]}columns"]):
+                raise ValueError(
+                    f"{path}: {expected[0]} and {name} must have read the same tokens: their lengths differ"
+                )
+            bounded_layer(cache, layer_idx).keep(states[name], columns)
+    if unknown := [name for name in states if not name.startswith(("self.", "cross."))]:
+        raise ValueError(f"{path} names layers {_shown(unknown)}; 'self.0.' and so on, and 'cross.0.', are accepted")
+    if not caches["self"].layers:
+        raise ValueError(f"{path} holds no layer of a self-attention, only {_shown(names['cross'])}")
     return EncoderDecoderCache(caches["self"], caches["cross"]) if len(caches["cross"]) else caches["self"]
+
+
+def _columns(said: str, state: State, where: str) -> int:
+    """How many columns of input a layer has seen: at least as many as its longest row has real tokens."""
+    columns = int(said) if said.isascii() and said.isdecimal() and len(said) < 20 else -1
+    least = int(state.length.max()) if state.length.numel() else 0
+    if not least <= columns < MOST_TOKENS:
+        raise ValueError(
+            f"{where} must be a whole number from {least} (the tokens read) to 2**53 - 1, got {said[:40]!r}"
+        )
+    return columns
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(repr(name[:40]) for name in sorted(names)[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _bounded_layers(cache: Cache) -> dict[str, BoundedLayer]:

@@ -5,6 +5,7 @@ They are made from the records in `families/`; nothing here is about one family.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
-from abc_attn.hf.cache import BoundedCache
+from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.positions import POSITIONS, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
@@ -71,6 +72,8 @@ class BoundedModel(Stateful):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
+        if (most := most_tokens(self)) is not None:
+            self.register_forward_pre_hook(functools.partial(_check_positions, most), with_kwargs=True)
         self.init_weights()  # of what is new: a control starts the same way here and where a checkpoint lacks it
 
     def bind_attention(self) -> None:
@@ -117,7 +120,7 @@ class BoundedModel(Stateful):
                     weight = next(original.parameters())
                     control = self._make_control(site, shape).to(weight.device, weight.dtype)
                     self.controls[key] = control
-                setattr(parent, name, adapter(original, control, index))
+                setattr(parent, name, adapter(original, control, index, len(found)))
         if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
             first = self.family.positions_without_token(config)
             self.base_model.register_forward_pre_hook(partial(count_real_tokens, first), with_kwargs=True)
@@ -204,6 +207,15 @@ def count_real_tokens(
     real = mask != 0
     position = torch.where(real, first + real.cumsum(1) - 1, max(0, first - 1))  # padding: as RoBERTa has it
     return arguments, given | {"position_ids": position[:, -tokens.shape[1] :]}
+
+
+def _check_positions(most: int, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """A forward pre-hook: a cache that was loaded must not be beyond the model's table of positions."""
+    cache = next((x for x in (given.get("past_key_values"), *arguments) if isinstance(x, Cache)), None)
+    if cache is not None and given.get("position_ids") is None:
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+        tokens = next((given[name] for name in names if given.get(name) is not None), None)
+        check_columns(cache, 1 if tokens is None else tokens.shape[1], most)
 
 
 def has_bounded_state(model: PreTrainedModel) -> bool:

@@ -156,7 +156,7 @@ def banded(
 
 def _place(band: Band, count: Tensor, end: Tensor, full: bool = False) -> Place:
     row = _ring_row(band, count - band.sinks)
-    row = torch.where(count < band.sinks, count, row) if band.sinks else row
+    row = torch.where(count < band.sinks, count.clamp(min=0), row) if band.sinks else row
     inner = (end.clone(), (end - band.sinks).clamp(min=0))[: 2 if band.sinks else 1]
     readable = None
     if band.dilation > 1:
@@ -211,9 +211,8 @@ def _stretch(
     own = row % window * dilation + row // window
     last = (end - sinks - 1)[:, None]
     entered = last - (last - own) % ring  # b ring
-    at = (entered - begin[:, None] + lead).clamp(min=0)[:, None, :, None]
-    used = torch.cat([torch.arange(sinks, device=k.device) < end[:, None], entered >= 0], dim=1)[:, None]
-    used = used.expand(-1, k.shape[1], -1).contiguous()
+    at = (entered - begin[:, None] + lead).clamp(0, k.shape[2] - 1)[:, None, :, None]
+    used = band.in_use(end)[:, None].expand(-1, k.shape[1], -1).contiguous()
     kept_k, kept_v = (
         torch.cat([sink, x.take_along_dim(at, 2)], dim=2).masked_fill(~used[..., None], 0)
         for sink, x in ((sink_k, k), (sink_v, v))

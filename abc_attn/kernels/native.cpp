@@ -5,6 +5,7 @@
 //     native_vectors.h    vectors, exp, matrix products, transposes       native_step.h   one decoding step
 //     native_forward.h    the forward pass, chunk by chunk                native_ring.h   one decoding step of a window
 //     native_backward.h   the backward pass                               native_band.h   windows over many tokens
+//     native_bounds.h     what a call must satisfy for every access to lie inside its arrays
 
 #include <dlfcn.h>
 #ifdef __linux__
@@ -24,6 +25,7 @@
 struct Args {
     int64_t rows, g, t, n, d, e, queries;  // rows = batch * key heads; g query heads share each
     int64_t mean, linear, mask_empty, causal, backward, threads;
+    int64_t checkpoint_floats;  // in `checkpoints`
     float scale, floor;  // floor: least denominator of a linear read; 0: none
     const float *q, *k, *v, *phi, *log_decay;
     const uint8_t *readable;
@@ -66,6 +68,8 @@ enum { BAND_CHUNK = 96 };  // queries of a band that one thread takes at once
 
 // One token without gradients, as in decoding.
 static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backward && !a->checkpoints; }
+
+#include "native_bounds.h"
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
@@ -200,7 +204,7 @@ static int share_out(const Call *args, void (*run)(const Call *, int64_t, float 
     int64_t threads = args->threads < args->rows ? args->threads : args->rows;
     if (threads > 1 && parallel()) parallel()(Team<Call>::work, &team, (unsigned)threads, 0);
     else Team<Call>::work(&team);
-    return team.failed;
+    return team.failed ? NO_MEMORY : DONE;
 }
 
 // Large results are freshly mapped memory. Mapping it in pages of 4 kB costs more time than the arithmetic: ask for pages of
@@ -214,7 +218,10 @@ static void large_pages(const float *start, int64_t count) {
 }
 
 extern "C" {
+// Each of these returns DONE, NO_MEMORY, or OUT_OF_BOUNDS with nothing written.
 int abc_run(const Args *args) {
+    if (!inside(args) || (args->checkpoints && args->checkpoint_floats < kind().checkpoints(args))) return OUT_OF_BOUNDS;
+    if (!args->rows) return DONE;
     const int64_t tokens = args->rows * args->t, queries = args->rows * args->g * args->queries;
     if (args->backward) {
         large_pages(args->d_q, queries * (args->linear ? args->n : args->d));
@@ -234,11 +241,16 @@ int abc_run(const Args *args) {
     return share_out(args, run, use.scratch(args), block);
 }
 int abc_band(const Band *args) {
+    if (!inside(args)) return OUT_OF_BOUNDS;
+    if (!args->rows || !args->t) return DONE;
     Band chunks = *args;
     chunks.rows *= (args->t + BAND_CHUNK - 1) / BAND_CHUNK;
     return share_out(&chunks, kind().band, kind().band_scratch(args), 1);
 }
-int abc_ring(const Ring *args) { return share_out(args, kind().ring, kind().ring_scratch(args), 1); }
+int abc_ring(const Ring *args) {
+    if (!inside(args)) return OUT_OF_BOUNDS;
+    return args->rows ? share_out(args, kind().ring, kind().ring_scratch(args), 1) : DONE;
+}
 
 // RoPE for one token per batch element: x cos + (x with its halves swapped) sin, for every head. The sign is in `sin`.
 void abc_rotate(int64_t batch, int64_t heads, int64_t d, const float *x, const float *cos, const float *sin, float *out) {
@@ -268,6 +280,6 @@ int abc_use(const char *name) {
         }
     return 1;
 }
-int64_t abc_checkpoint_floats(const Args *args) { return kind().checkpoints(args); }
+int64_t abc_checkpoint_floats(const Args *args) { return fits(args) ? kind().checkpoints(args) : 0; }
 int abc_threads() { return parallel() != nullptr; }
 }

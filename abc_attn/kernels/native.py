@@ -18,7 +18,10 @@ from abc_attn.core import Memory, Reading, Write, has_values, query_scale, trans
 from abc_attn.kernels.banded import Stretch, Token
 from abc_attn.kernels.door import Declined
 
-_SIZES = ("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_empty", "causal", "backward", "threads")
+_SIZES = (
+    *("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_empty", "causal", "backward", "threads"),
+    "checkpoint_floats",
+)
 _POINTERS = (
     *("q", "k", "v", "phi", "log_decay", "readable", "old_k", "old_v", "old_mass", "old_used", "old_total"),
     *("memory_k", "memory_v", "mass", "used", "log_total"),
@@ -101,6 +104,7 @@ _NO_STEP = Declined("not one contiguous fp32 token on the CPU, after others and 
 _NO_ROTATION = Declined("not one fp32 token on the CPU, without gradients")
 _WIDTH = Declined("heads must have a multiple of 16 channels")
 _SHAPES = Declined("the shapes of the state and of the inputs differ")
+_TOO_LARGE = Declined("its offsets inside a row of the batch are 32 bits wide")
 
 
 def unavailable() -> str | None:
@@ -143,6 +147,12 @@ def _not_for(*tensors: Tensor | None) -> Declined | None:
     return None
 
 
+def _too_large(q: Tensor, k: Tensor, v: Tensor, phi: Tensor) -> Declined | None:
+    """As `fits` of native_bounds.h, or stricter."""
+    slots, width, group = phi.shape[-1] + 16, max(k.shape[-1], v.shape[-1]) + 16, q.shape[1] // max(1, k.shape[1])
+    return _TOO_LARGE if slots * (width + 2048) >= 2**31 or group * 32 * (slots + width + 1) >= 2**31 else None
+
+
 def scan(
     q: Tensor, k: Tensor, v: Tensor, write: Write, memory: Memory, reading: Reading
 ) -> tuple[Tensor, Memory] | Declined:
@@ -151,7 +161,7 @@ def scan(
         return _NO_DROPOUT
     if reading.linear and reading.mask_empty:
         return Declined("it has no linear read that leaves out empty slots")
-    if declined := _not_for(k, *memory):
+    if declined := _not_for(k, *memory) or _too_large(q, k, v, write.phi):
         return declined
     options = (False, reading.linear, reading.mask_empty, True, query_scale(q, reading.scale), reading.floor)
     out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
@@ -174,7 +184,7 @@ def mean(
     """
     if reading.dropout:
         return _NO_DROPOUT
-    if declined := _not_for(k, v, log_weights, *memory):
+    if declined := _not_for(k, v, log_weights, *memory) or _too_large(q, k, v, log_weights):
         return declined
     options = (True, False, reading.mask_empty, causal, query_scale(q, reading.scale), 0.0)
     return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
@@ -220,7 +230,7 @@ def mean_step(
         return _NO_STEP
     after = [torch.empty_like(x) for x in given[4:]]
     out = v.new_empty(b, heads, 1, e)
-    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, reading.mask_empty, 1, 0, torch.get_num_threads())  # as _SIZES
+    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, reading.mask_empty, 1, 0, torch.get_num_threads(), 0)  # as _SIZES
     pointers = [None if x is None else x.data_ptr() for x in (*given[:4], None, None, *given[4:], *after, out)]
     _run_native(_Args(*sizes, query_scale(q, reading.scale), 0.0, *pointers))
     *after_memory, after_total = after
@@ -257,8 +267,9 @@ def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
     if declined := _not_for(memory.k, memory.v):
         return declined
     # What does not fit is left to torch, which says so: a state may come from a file.
-    shapes = (k.shape, v.shape, memory.v.shape[:3], row.numel(), len(q), q.shape[1] % heads, q.shape[2:])
-    if shapes != ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), batch, batch, 0, (1, d)):
+    shapes = (k.shape, v.shape, memory.v.shape[:3], row.numel(), row.dtype, len(q), q.shape[1] % heads, q.shape[2:])
+    fitting = ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), batch, torch.int64, batch, 0, (1, d))
+    if shapes != fitting or token.band.sinks > n:
         return _SHAPES
     if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
         return Declined("the memory must be contiguous to be written in place")
@@ -289,8 +300,10 @@ def band(stretch: Stretch) -> Tensor | Declined:
     held, of_query = sink_k.shape[2], (batch, q.shape[1], t, d)
     shapes = (q.shape, to_sinks is None or to_sinks.shape, v.shape[:3], sink_k.shape, sink_v.shape, q.shape[1] % heads)
     fitting = (of_query, to_sinks is None or of_query, k.shape[:3], (batch, heads, held, d), (batch, heads, held, e), 0)
-    if shapes != fitting or missing.shape != (batch,) or before.shape != (batch,):
+    if shapes != fitting or any(x.shape != (batch,) or x.dtype != torch.int64 for x in (missing, before)):
         return _SHAPES
+    if (held + 32 + min(band.window + 128, k.shape[2])) * (2 * d + e + 32) >= 2**31 or band.window >= 2**53:
+        return _TOO_LARGE
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return Declined("its bands have no gradients")
     sizes = (batch * heads, heads, q.shape[1] // heads, t, stretch.lead, band.window, held, d, e)
@@ -528,10 +541,30 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _call(args: Any, **tensors: Tensor | None) -> None:
+    """Run on these tensors, each of which must hold as many elements as the kernels will touch."""
+    tokens, queries, slots = args.rows * args.t, args.rows * args.g * args.queries, args.rows * args.n
+    counts = {"out": queries * args.e, "scores": queries * args.n, "lse": queries}
+    counts |= {"q": queries * (args.n if args.linear else args.d), "k": tokens * args.d, "v": tokens * args.e}
+    counts |= dict.fromkeys(("phi", "log_decay", "readable"), tokens * args.n)
+    counts |= {"memory_k": slots * args.d, "memory_v": slots * args.e}
     for name, x in tensors.items():
-        if x is not None:
-            setattr(args, name, x.data_ptr())
+        if x is None:
+            continue
+        kind = name.removeprefix("d_").replace("old_", "memory_" if name in ("old_k", "old_v") else "")
+        count, dtype = counts.get(kind, slots), _DTYPES.get(kind, torch.float32)
+        if kind == "checkpoints":
+            args.checkpoint_floats = count = x.numel()
+        empty = not x.numel() and (kind in ("scores", "lse", "log_total") or name == "d_log_decay")  # there is none
+        if (x.numel() != count and not empty) or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
+            raise ValueError(
+                f"the native kernels need {count} contiguous elements of {dtype} for {name!r}, "
+                f"got {x.numel()} of {x.dtype}"
+            )
+        setattr(args, name, x.data_ptr())
     _run_native(args)
+
+
+_DTYPES = {"log_total": torch.float64, "total": torch.float64, "used": torch.bool, "readable": torch.bool}
 
 
 def _run_native(args: Any) -> None:
@@ -539,5 +572,7 @@ def _run_native(args: Any) -> None:
 
 
 def _finish(failed: int) -> None:
-    if failed:
+    if failed == 1:
         raise MemoryError("the native kernels could not allocate their scratch memory")
+    if failed:  # OUT_OF_BOUNDS
+        raise ValueError("the native kernels refused sizes or rows of the memory that lie outside the given tensors")

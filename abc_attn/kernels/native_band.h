@@ -9,8 +9,8 @@ static inline int64_t round_up(int64_t count) { return (count + VL - 1) / VL * V
 
 // Columns of the scores: the sinks, then the keys of the chunk, each rounded up to whole vectors.
 static int64_t band_columns(const Band *a) {
-    const int64_t most = a->window + BAND_CHUNK, all = a->lead + a->t;
-    return round_up(a->sinks) + round_up(most < all ? most : all);
+    const int64_t all = a->lead + a->t;
+    return round_up(a->sinks) + round_up(a->window < all - BAND_CHUNK ? a->window + BAND_CHUNK : all);
 }
 static size_t band_scratch(const Band *a) { return band_columns(a) * (2 * a->d + a->e + BAND_ROWS); }
 
@@ -40,6 +40,9 @@ static void band_chunk(const Band *a, int64_t unit, float *scratch) {
     const int64_t stop = start + BAND_CHUNK < a->t ? start + BAND_CHUNK : a->t;
     const int64_t oldest = a->lead + start - a->window + 1, low = oldest > 0 ? oldest : 0, count = a->lead + stop - low;
     const int64_t sinks = round_up(a->sinks), wide = sinks + round_up(count), total = a->lead + a->t;
+    // Counts come from a state: those that no text has are taken as the nearest that one could have
+    expect(a->count[batch] >= 0);
+    const int64_t before = between(0, a->count[batch], a->sinks), missing = between(0, a->missing[batch], total);
     float *keys = scratch, *transposed_keys = keys + wide * d, *values = transposed_keys + wide * d, *z = values + wide * e;
     // 1. Copies the sinks and the chunk's keys and values side by side, and transposes the keys
     memset(keys, 0, wide * d * sizeof(float)), memset(values, 0, wide * e * sizeof(float));
@@ -62,8 +65,8 @@ static void band_chunk(const Band *a, int64_t unit, float *scratch) {
             product(length, last - first, d, a->q + at * d, d, 1, transposed_keys + first, wide, z + first, wide);
             // 3. Softmax weights inside the band
             for (int r = 0; r < length; r++) {
-                int64_t from = newest + r - a->window + 1, seen = a->count[batch] + i + r + 1;
-                from = from > a->missing[batch] ? from : a->missing[batch];
+                int64_t from = newest + r - a->window + 1, seen = before + i + r + 1;
+                from = from > missing ? from : missing;
                 from = from > low ? from - low + sinks : sinks;
                 const int64_t to = newest + r + 1 - low + sinks;
                 share[r] = band_weights(a, z + r * wide, sinks, seen < a->sinks ? seen : a->sinks, first, last,

@@ -380,7 +380,7 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
         if cache is None and self.training and self.config.position_period is not None:
             start = torch.randint(self.config.position_period, (len(input_ids), 1), device=position.device)
             return position + start
-        state = None if cache is None else bounded_layer(cache, 0).state
+        state = None if cache is None else bounded_layer(cache, 0, len(self.layers)).state
         return position if state is None else position + state.length[:, None]
 
     def _sinusoids(self, position: Tensor) -> Tensor:
