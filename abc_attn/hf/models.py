@@ -23,6 +23,7 @@ from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.positions import POSITIONS, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
+from abc_attn.memory_limit import check_fits
 
 SITES = ("self", "cross", "encoder")
 
@@ -100,6 +101,7 @@ class BoundedModel(Stateful):
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
             raise ValueError(f"layers={config.layers}: this model's layers are 0 to {depth - 1}")
+        used: list[Control] = []  # by each attention
         self.controls = nn.ModuleDict()  # each control once: by site, and by layer where they are not tied
         for site, found in places.items():
             for index, (parent, name, adapter) in enumerate(found):
@@ -116,7 +118,10 @@ class BoundedModel(Stateful):
                     weight = next(original.parameters())
                     control = self._make_control(site, shape).to(weight.device, weight.dtype)
                     self.controls[key] = control
+                used.append(control)
                 setattr(parent, name, adapter(original, control, index))
+        bounded = [control.state_bytes for control in used if not control.grows]
+        check_fits(f"the states of {len(bounded)} attentions with control {config.control!r}", sum(bounded))
         if config.positions == "slot":
             self._count_positions_in_slots()
 

@@ -61,7 +61,7 @@ class AdaptiveTask(Task):
                 raise ValueError(
                     f"init_from={self.settings.init_from!r} has {name}={other}, this recipe {mine}: they must agree"
                 )
-        return AdaptiveLM.from_pretrained(start, config=config)
+        return AdaptiveLM.from_pretrained(start, config=config, allow_new_controls=True)
 
     def load_model(self, folder: Path) -> PreTrainedModel:
         from abc_attn.hf import AdaptiveLM
