@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -302,6 +303,9 @@ def add_benchmarks(parser: Parser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack letters of a path or of a generated text
+            stream.reconfigure(errors="backslashreplace")
     parsed = make_parser().parse_args(arguments)
     try:
         parsed.run(parsed)

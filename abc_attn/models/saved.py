@@ -29,9 +29,9 @@ def load_model(folder: Path) -> PreTrainedModel:
     check_weights(folder)
     _check_depth(folder, saved)
     make_config: Any = cls.config_class
-    with _refused(f"{folder / 'config.json'} does not describe a {cls.__name__}"):
+    with damaged(f"{folder / 'config.json'} does not describe a {cls.__name__}"):
         config = make_config.from_pretrained(folder)
-    with _refused(f"{folder}: config.json and the weights do not make a {cls.__name__}"):
+    with damaged(f"{folder}: config.json and the weights do not make a {cls.__name__}"):
         model, info = cls.from_pretrained(folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True)
         check_sizes(info, folder)
         check_loaded(model, info, folder)
@@ -40,7 +40,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a folder. No code of the folder's is run."""
-    with _refused(f"{folder} has no tokenizer that can be loaded"):
+    with damaged(f"{folder} has no tokenizer that can be loaded"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -69,8 +69,8 @@ def _check_depth(folder: Path, saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Whatever transformers raises at damaged files becomes a ValueError of one line."""
+def damaged(what: str) -> Iterator[None]:
+    """Whatever transformers or tokenizers raise at damaged files becomes a ValueError of one line."""
     try:
         yield
     except ImportError:  # a package that is missing: not the files' fault
