@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -33,12 +35,31 @@ class AdaptiveTask(Task):
 
         values = self.model_values | self.provisional_vocabulary()
         config = self._config(values)
+        self._check_memory(config)
         layers = config.num_hidden_layers
         if not isinstance(config.control, list) and not isinstance(config.num_key_value_heads, list):
             layers = 1
         AdaptiveLM(
             self._config(values | {"vocab_size": 2, "cutoffs": (), "intermediate_size": 1, "num_hidden_layers": layers})
         )
+
+    def _check_memory(self, config: AdaptiveLMConfig) -> None:
+        """Refuse sizes that cannot be held: of the model, with its gradients, or of what a batch leaves for them."""
+        layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+        words = self.words() * config.hidden_size
+        weights = 2 * (config.num_hidden_layers * layer + words)
+        check_fits("the weights of this model and their gradients", weights * FLOAT)
+        tokens = self.training_values.get("per_device_train_batch_size", 8) * self.length()
+        kept = tokens * config.hidden_size * config.num_hidden_layers
+        check_fits(f"a batch of {tokens} tokens in this model", kept * FLOAT)
+
+    @abstractmethod
+    def length(self) -> int:
+        """The tokens of a sequence."""
+
+    def words(self) -> int:
+        """The words of the vocabulary, where they are known without the data."""
+        return 0
 
     def provisional_vocabulary(self) -> dict[str, Any]:
         """vocab_size and cutoffs for a config before the data is opened."""
