@@ -120,20 +120,23 @@ class FolderLock:
     """Held by the one process that may write into a folder; the system releases it when that process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock; OSError if another process has it."""
-        self._file = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until release)
-        if not _lock(self._file.fileno()):
-            self._file.seek(0)
-            holder = self._file.read(20).strip()
-            self._file.close()
+        """Take the lock; BlockingIOError if another process has it."""
+        self._handle: int | None = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        if not _lock(self._handle):
+            holder = os.read(self._handle, 20).decode("ascii", "replace").strip()
+            self.release()
             by = f"process {holder}" if holder.isdecimal() else "another process"
             raise BlockingIOError(f"{folder} is in use by {by}: wait for it to end, or name another folder")
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        os.ftruncate(self._handle, 0)
+        os.write(self._handle, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
-        self._file.close()
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.release()
 
 
 def _lock(handle: int) -> bool:

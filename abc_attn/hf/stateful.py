@@ -89,13 +89,14 @@ class Stateful(PreTrainedModel):
         allow_new_controls: controls that the checkpoint lacks start anew, and those that it has beyond the config's are
         left out; to load a model that was never converted, or to replace its control.
         A new head (of a classifier, for instance) is no error, as in transformers: it is to be trained.
-        output_loading_info: what is missing is reported instead, as in transformers; nor is it an error with state_dict.
+        output_loading_info: what is missing is reported instead, as in transformers. With state_dict nothing is.
         """
         where = pretrained_model_name_or_path
         if output_loading_info or options.get("state_dict") is not None:
             return super().from_pretrained(where, *arguments, output_loading_info=output_loading_info, **options)
         check_weights(where)
-        model, info = super().from_pretrained(where, *arguments, output_loading_info=True, **options)
+        loaded: Any = super().from_pretrained(where, *arguments, output_loading_info=True, **options)
+        model, info = loaded
         check_loaded(model, info, where, new_controls=allow_new_controls, new_heads=True)
         return model
 

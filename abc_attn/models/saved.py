@@ -28,11 +28,13 @@ def load_model(folder: Path) -> PreTrainedModel:
     cls = _class_of(folder, saved)
     check_weights(folder)
     _check_depth(folder, saved)
-    make_config: Any = cls.config_class
+    make: Any = cls
     with damaged(f"{folder / 'config.json'} does not describe a {cls.__name__}"):
-        config = make_config.from_pretrained(folder)
+        config = make.config_class.from_pretrained(folder)
     with damaged(f"{folder}: config.json and the weights do not make a {cls.__name__}"):
-        model, info = cls.from_pretrained(folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True)
+        model, info = make.from_pretrained(
+            folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
         check_sizes(info, folder)
         check_loaded(model, info, folder)
     return model.eval()

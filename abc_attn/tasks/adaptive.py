@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abc_attn.memory_limit import FLOAT, check_fits
+from abc_attn.paths import saved_model
 from abc_attn.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -71,18 +72,22 @@ class AdaptiveTask(Task):
 
     def build_model(self, start: Path | None) -> PreTrainedModel:
         from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+        from abc_attn.models.saved import damaged
 
         config = self._config(self.model_values | self.vocabulary())
         if start is None:
             return AdaptiveLM(config)
-        theirs = AdaptiveLMConfig.from_pretrained(start)
+        saved_model(start)
+        with damaged(f"{start} does not hold an AdaptiveLM"):
+            theirs = AdaptiveLMConfig.from_pretrained(start)
         for name in _SHAPE:
             mine, other = _plain(getattr(config, name)), _plain(getattr(theirs, name))
             if mine != other:
                 raise ValueError(
                     f"init_from={self.settings.init_from!r} has {name}={other}, this recipe {mine}: they must agree"
                 )
-        return AdaptiveLM.from_pretrained(start, config=config, allow_new_controls=True)
+        with damaged(f"{start} does not hold a whole AdaptiveLM"):
+            return AdaptiveLM.from_pretrained(start, config=config, allow_new_controls=True)
 
     def load_model(self, folder: Path) -> PreTrainedModel:
         from abc_attn.hf import AdaptiveLM
