@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
@@ -32,17 +32,24 @@ def check_weights(folder: Any) -> None:
     except ValueError as error:
         raise ValueError(f"{error}; remove {CHECKSUMS} if the change was meant") from None
     for file in sorted(folder.glob(WEIGHTS)):
-        weight_types(file)
+        read_header(file)
 
 
-def weight_types(file: Path) -> dict[str, str]:
-    """The type of every weight in a safetensors file; ValueError if it is damaged."""
+class Weight(NamedTuple):
+    """What a file says of a weight."""
+
+    dtype: str
+    shape: list[int]
+
+
+def read_header(file: Path) -> dict[str, Weight]:
+    """The type and shape of every weight in a safetensors file; ValueError if it is damaged."""
     try:
         with safe_open(file, framework="pt") as opened:
-            found = {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118 (no dict)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            return {name: Weight(str(part.get_dtype()), part.get_shape()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {' '.join(str(error).split())}") from None
-    return found
 
 
 def check_loaded(

@@ -5,21 +5,26 @@ Whatever is wrong with their files is a ValueError or an OSError of one line tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
-from abc_attn.hf.loading import WEIGHTS, check_loaded, check_sizes, check_weights, weight_types
+from abc_attn.hf.loading import WEIGHTS, check_loaded, check_sizes, check_weights, read_header
 from abc_attn.hf.models import BOUNDED, CLASSES, unsupported
+from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.models.adaptive_lm import AdaptiveLM
 from abc_attn.paths import saved_model
 
 # Sizes that building a model takes time for, before its weights are compared: each layer has a weight at least.
 _DEPTHS = ("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers")
+_POSITIONS = ("max_position_embeddings", "n_positions")  # tables, where positions do not rotate
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -27,10 +32,14 @@ def load_model(folder: Path) -> PreTrainedModel:
     saved = saved_model(folder)
     cls = _class_of(folder, saved)
     check_weights(folder)
-    _check_depth(folder, saved)
+    amount = _check_sizes(folder, saved)
     make: Any = cls
     with damaged(f"{folder / 'config.json'} does not describe a {cls.__name__}"):
         config = make.config_class.from_pretrained(folder)
+        with torch.device("meta"):
+            asked = sum(weight.numel() for weight in make(config).parameters() if weight.requires_grad)
+        if amount is not None and asked > amount:  # before memory is taken for what is not there
+            raise ValueError(f"{folder} has weights of {amount:,} numbers, and its config.json asks for {asked:,}")
     with damaged(f"{folder}: config.json and the weights do not make a {cls.__name__}"):
         model, info = make.from_pretrained(
             folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
@@ -59,15 +68,24 @@ def _class_of(folder: Path, saved: dict[str, Any]) -> type[PreTrainedModel]:
     return cls
 
 
-def _check_depth(folder: Path, saved: dict[str, Any]) -> None:
-    files = [*folder.glob(WEIGHTS)]
-    count = sum(len(weight_types(file)) for file in files)
-    for name in _DEPTHS:
-        depth = saved.get(name, 1)
-        if isinstance(depth, int) and depth < 1:
-            raise ValueError(f"{folder / 'config.json'}: {name} must be a whole number from 1, got {depth!r}")
-        if files and isinstance(depth, int) and depth > count:
-            raise ValueError(f"{folder / 'config.json'}: {name}={depth}, and there are {count} weights in all")
+def _check_sizes(folder: Path, saved: dict[str, Any]) -> int | None:
+    """Refuse numbers of config.json that no model has; returns how many numbers the weights are, if that is known."""
+    file = folder / "config.json"
+    weights = [weight for path in folder.glob(WEIGHTS) for weight in read_header(path).values()]
+    for name, value in saved.items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ValueError(f"{file}: {name}={value!r:.40} is beyond any model")
+        if name in _DEPTHS and isinstance(value, int) and value < 1:
+            raise ValueError(f"{file}: {name} must be a whole number from 1, got {value!r}")
+        if name in _DEPTHS and isinstance(value, int) and weights and value > len(weights):
+            raise ValueError(f"{file}: {name}={value}, and there are {len(weights)} weights in all")
+        if name in _POSITIONS and isinstance(value, int) and "rope_parameters" not in saved:
+            check_fits(f"{file}: {name}={value}", value * max(_whole(saved.get(width)) for width in _WIDTHS) * FLOAT)
+    return sum(math.prod(weight.shape) for weight in weights) if weights else None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 1
 
 
 @contextmanager
