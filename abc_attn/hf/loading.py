@@ -85,8 +85,8 @@ def check_sizes(info: Mapping[str, Any], where: Any) -> None:
 def _in_body(model: PreTrainedModel, name: str) -> bool:
     """Whether a weight belongs to the body of a model: its layers, embeddings and controls."""
     prefix = model.base_model_prefix
-    body = getattr(model, prefix, model) if prefix else model
-    first = name.removeprefix(f"{prefix}.").partition(".")[0] if prefix else name.partition(".")[0]
+    body = getattr(model, prefix, model)
+    first = name.removeprefix(f"{prefix}.").partition(".")[0]
     return first in {child for child, _ in body.named_children()} - {_POOLER} or _of_control(name)
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from abc_attn.hf.loading import WEIGHTS, check_loaded, check_sizes, check_weights, read_header
+from abc_attn.hf.loading import WEIGHTS, Weight, check_loaded, check_sizes, check_weights, read_header
 from abc_attn.hf.models import BOUNDED, CLASSES, unsupported
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.models.adaptive_lm import AdaptiveLM
@@ -32,14 +32,15 @@ def load_model(folder: Path) -> PreTrainedModel:
     saved = saved_model(folder)
     cls = _class_of(folder, saved)
     check_weights(folder)
-    amount = _check_sizes(folder, saved)
+    weights = {name: weight for file in folder.glob(WEIGHTS) for name, weight in read_header(file).items()}
+    _check_numbers(folder, saved, len(weights))
     make: Any = cls
     with damaged(f"{folder / 'config.json'} does not describe a {cls.__name__}"):
         config = make.config_class.from_pretrained(folder)
         with torch.device("meta"):
-            asked = sum(weight.numel() for weight in make(config).parameters() if weight.requires_grad)
-        if amount is not None and asked > amount:  # before memory is taken for what is not there
-            raise ValueError(f"{folder} has weights of {amount:,} numbers, and its config.json asks for {asked:,}")
+            empty = make(config)
+    if weights:
+        _check_header(folder, weights, empty)
     with damaged(f"{folder}: config.json and the weights do not make a {cls.__name__}"):
         model, info = make.from_pretrained(
             folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True
@@ -68,20 +69,31 @@ def _class_of(folder: Path, saved: dict[str, Any]) -> type[PreTrainedModel]:
     return cls
 
 
-def _check_sizes(folder: Path, saved: dict[str, Any]) -> int | None:
-    """Refuse numbers of config.json that no model has; returns how many numbers the weights are, if that is known."""
+def _check_numbers(folder: Path, saved: dict[str, Any], weights: int) -> None:
+    """Refuse numbers of config.json that no model has, before it is built."""
     file = folder / "config.json"
-    weights = [weight for path in folder.glob(WEIGHTS) for weight in read_header(path).values()]
     for name, value in saved.items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise ValueError(f"{file}: {name}={value!r:.40} is beyond any model")
         if name in _DEPTHS and isinstance(value, int) and value < 1:
             raise ValueError(f"{file}: {name} must be a whole number from 1, got {value!r}")
-        if name in _DEPTHS and isinstance(value, int) and weights and value > len(weights):
-            raise ValueError(f"{file}: {name}={value}, and there are {len(weights)} weights in all")
+        if name in _DEPTHS and isinstance(value, int) and weights and value > weights:
+            raise ValueError(f"{file}: {name}={value}, and there are {weights} weights in all")
         if name in _POSITIONS and isinstance(value, int) and "rope_parameters" not in saved:
             check_fits(f"{file}: {name}={value}", value * max(_whole(saved.get(width)) for width in _WIDTHS) * FLOAT)
-    return sum(math.prod(weight.shape) for weight in weights) if weights else None
+
+
+def _check_header(folder: Path, weights: dict[str, Weight], empty: PreTrainedModel) -> None:
+    """Refuse weights that cannot be those of the model, before memory is taken for it."""
+    found = sum(math.prod(weight.shape) for weight in weights.values())
+    asked = sum(weight.numel() for weight in empty.parameters() if weight.requires_grad)
+    if asked > found:
+        raise ValueError(f"{folder} has weights of {found:,} numbers, and its config.json asks for {asked:,}")
+    prefix = f"{empty.base_model_prefix}."
+    for name, asked_for in empty.state_dict().items():
+        weight = weights.get(name) or weights.get(name.removeprefix(prefix))
+        if weight is not None and asked_for.is_floating_point() and not weight.dtype.startswith(("F", "BF")):
+            raise ValueError(f"{folder}: weight {name} has type {weight.dtype}; floating-point numbers are needed")
 
 
 def _whole(value: Any) -> int:
