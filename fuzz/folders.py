@@ -6,6 +6,7 @@ whole numbers or NaN, files vanish. The commands are `generate`, `evaluate` and 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import io
@@ -50,6 +51,8 @@ def small(cls: type, **changed: Any) -> Any:
 def folders() -> dict[str, Path]:
     """Good folders by name: converted and not, in one file and in several, of three families and our own model."""
     root = Path(tempfile.mkdtemp(prefix="good."))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    transformers.utils.logging.disable_progress_bar()
     llama = functools.partial(small, transformers.LlamaForCausalLM, num_key_value_heads=1)
     config = AdaptiveLMConfig(
         vocab_size=len(WORDS), cutoffs=(10, 20), div_val=2, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -107,7 +110,7 @@ def damaged_bytes(chance: random.Random, folder: Path) -> bool:
 
 HOSTILE: list[Any] = [
     None, True, False, 0, 1, 2, 3, -1, 7, 33, 2**31, 2**63, 10**30, 0.5, -0.5, 1e-30, 1e30, float("nan"), float("inf"),
-    "", "x", "ü\udcff", "\0", "../../etc/passwd", "mlp:4", "mlp:1000000000000", "softmax", "float16", "bfloat16", "eager",
+    "", "x", "ü\udcff", "\0", "../../etc/passwd", "mlp:4", "mlp:1000000000000", "softmax", "float16", "eager",
     [], [1, 2], ["x"], [None], [[]], {}, {"x": 1}, {"rope_type": "yarm"}, {"rope_type": "yarn", "factor": 0}, "gelu",
     "LlamaForCausalLM", ["BertModel"], "llama", "os:system", {"AutoTokenizer": ["x.y", "x.y"]},
 ]  # fmt: skip
@@ -152,7 +155,7 @@ def _change(chance: random.Random, document: Any) -> None:
 def damaged_weights(chance: random.Random, folder: Path) -> bool:
     """A weight that is missing, has another name, another shape or a type of whole numbers, or is NaN; or a new one."""
     file = chance.choice(sorted(folder.glob("*.safetensors")))
-    weights = load_file(file)
+    weights, before = load_file(file), file.read_bytes()
     name = chance.choice(sorted(weights))
     kind = chance.choice(["dropped", "renamed", "resized", "whole", "nan", "added"])
     if kind == "dropped":
@@ -170,7 +173,8 @@ def damaged_weights(chance: random.Random, folder: Path) -> bool:
     save_file(weights, file, {"format": "pt"})
     if chance.random() < 0.7:  # as if it had been saved so
         (folder / CHECKSUMS).unlink(missing_ok=True)
-    return kind in ("dropped", "resized", "whole") or (folder / CHECKSUMS).exists()
+    changed = file.read_bytes() != before  # a zero may be resized to a zero
+    return changed and (kind in ("dropped", "resized", "whole") or (folder / CHECKSUMS).exists())
 
 
 def damaged_listing(chance: random.Random, folder: Path) -> bool:
@@ -219,7 +223,8 @@ def run(case: int, folder: Path) -> str:
     left = [part.name for part in folder.iterdir() if part.name not in ("model", "target", "text.txt")]
     assert not left, f"{command} of {name} leaves {left}"
     if code == 2:
-        assert shown.startswith("abc-attn: error: ") and shown.count("\n") == 1, f"not one line: {shown!r}"
+        assert shown.startswith("abc-attn: error: "), shown
+        assert shown.count("\n") == 1, f"not one line: {shown!r}"
         assert not target.exists(), f"convert failed and leaves {list(target.iterdir())}"
         return f"{damage.__name__}: refused"
     assert not must_refuse, f"{damage.__name__} of {name} goes unnoticed by {command}"
