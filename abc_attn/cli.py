@@ -21,7 +21,6 @@ from abc_attn.commands.training import list_recipes, report, reproduce, train
 from abc_attn.provenance import installed
 from abc_attn.tasks import keys_help
 
-
 MOST_THREADS = 1024  # torch would start any number of them
 LONGEST_CONTEXT = 10**8  # tokens that a benchmark reads before it measures
 
@@ -33,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"abc-attn: error: {message} (see `{self.prog} --help`)\n")
+        self.exit(2, f"abc-attn: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
 
 def whole_number(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:

@@ -30,15 +30,81 @@ from fuzz.folders import folders
 
 NAME = "commands"
 
-NUMBERS = (
-    ["0", "1", "2", "3", "-1", "1.5", "1e99", "nan", "inf", "-0", "٣", "1_000", "0x10", "999999999999999999999", "2147483648", "9223372036854775808", "x", "true", "1e-45", "5e-324", "1e-3"]
-    + ["", " ", "9" * 5000]
-)
-TEXTS = (
-    ["x", "-", "--", "ü", "../x", "./nowhere", "=", "a=b", "{", "*a", "!!python/object:os.system", "2020-01-01", "2020-99-99", "null", "~", "{a:1}", "1:30"]
-)
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "1.5",
+    "1e99",
+    "nan",
+    "inf",
+    "-0",
+    "٣",
+    "1_000",
+    "0x10",
+    "999999999999999999999",
+    "2147483648",
+    "9223372036854775808",
+    "x",
+    "true",
+    "1e-45",
+    "5e-324",
+    "1e-3",
+    "",
+    " ",
+    "9" * 5000,
+]
+TEXTS = [
+    "x",
+    "-",
+    "--",
+    "ü",
+    "../x",
+    "./nowhere",
+    "=",
+    "a=b",
+    "{",
+    "*a",
+    "!!python/object:os.system",
+    "2020-01-01",
+    "2020-99-99",
+    "null",
+    "~",
+    "{a:1}",
+    "1:30",
+]
 TEXTS += ["", " ", "\udcff", "\0", "a\nb", "w5 w9", "x" * 5000, "[" * 2000, "&a [*a]", "[1, 2]"]
-CONTROLS = ["mlp:4", "mlp", "window:4", "global:2+window:2", "softmax", "elu", "luna", "mlp:0", "mlp:-1", "mlp:x", "mlp:", ":4", "+", "mlp+", "mlp:1000000000000", "linformer:1000000000", "favor:10000000000", "window:1000000000", "softmax:3", "window:1180591620717411303424", "rfa:3", "dpfp:7", "window:1000000000000", "random:10000000000", "window:4+elu", "ü:4", "mlp:٣"]
+CONTROLS = [
+    "mlp:4",
+    "mlp",
+    "window:4",
+    "global:2+window:2",
+    "softmax",
+    "elu",
+    "luna",
+    "mlp:0",
+    "mlp:-1",
+    "mlp:x",
+    "mlp:",
+    ":4",
+    "+",
+    "mlp+",
+    "mlp:1000000000000",
+    "linformer:1000000000",
+    "favor:10000000000",
+    "window:1000000000",
+    "softmax:3",
+    "window:1180591620717411303424",
+    "rfa:3",
+    "dpfp:7",
+    "window:1000000000000",
+    "random:10000000000",
+    "window:4+elu",
+    "ü:4",
+    "mlp:٣",
+]
 CONTROLS += ["mlp:4" * 500, "+".join(["window:1"] * 300)]
 # Keys whose values are not made up: they would start processes, compile, or write somewhere else.
 CAREFUL: dict[str, list[Any]] = {
@@ -65,7 +131,24 @@ CAREFUL: dict[str, list[Any]] = {
     "num_hidden_layers": [1, 2, 0, -1, "x", 1.5, 10**9, None, True],
     "enable_jit_checkpoint": [False, "x"],
 }
-WORDS = ["x", "no", "ü", "mlp:4", "adamw_torch", "sgd", "cosine", "steps", "epoch", "bf16", "all", "none", "wandb", "tensorboard", "3", "1e-3"]
+WORDS = [
+    "x",
+    "no",
+    "ü",
+    "mlp:4",
+    "adamw_torch",
+    "sgd",
+    "cosine",
+    "steps",
+    "epoch",
+    "bf16",
+    "all",
+    "none",
+    "wandb",
+    "tensorboard",
+    "3",
+    "1e-3",
+]
 WHOLE = [0, 1, 2, 3, 7, 33, -1, 10**9, 2**31, 2**63, 10**30]
 REAL = [0.5, -0.5, 1e-30, 1e30, 1e308, float("nan"), float("inf")]
 VALUES: list[Any] = [None, True, False, "", [], [1, 2], ["x"], [None], {}, {"x": 1}, *WORDS, *WHOLE, *REAL]

@@ -41,6 +41,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     folder = Path(recipe.values["output_dir"])
     try:
         args = TrainingArguments(**_arguments(recipe))
+        args.get_process_log_level()
     except Exception as error:  # whatever it raises, it is about these values
         raise ValueError(f"transformers' TrainingArguments: {type(error).__name__}: {error}") from error
     if args.n_gpu > 1:
