@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
+from abc_attn.kernels import BACKENDS
 from abc_attn.memory_limit import free_bytes
 
 TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, for which a time is shown
@@ -97,8 +98,7 @@ def future(tokens: int) -> Tensor:
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {
-    "native": _mlp("native"),
-    "torch": _mlp("torch"),
+    **{backend: _mlp(backend) for backend in BACKENDS},
     "mlp": _mlp("auto"),
     "linformer": _linformer,
     "sdpa": _sdpa,

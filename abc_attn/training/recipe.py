@@ -129,10 +129,14 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
             raise ValueError(f"{path}: a recipe cannot choose {key}: {reasons[key]}")
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}; {_hint(key, known)}")
-    inside = path.is_relative_to(recipes.ROOT)
-    name = path.relative_to(recipes.ROOT).with_suffix("") if inside else Path(path.resolve().parent.name, path.stem)
-    values.setdefault("output_dir", str("runs" / name))
-    return Recipe(name.as_posix(), values)
+    values.setdefault("output_dir", str("runs" / _name(path.resolve())))
+    return Recipe(_name(path.resolve()).as_posix(), values)
+
+
+def _name(path: Path) -> Path:
+    """table/scale/row of a recipe in a table's folder, wherever that is; folder/file of any other."""
+    in_table = path.parent.name in recipes.SCALES and (path.parent.parent / "table.yaml").is_file()
+    return Path(*path.with_suffix("").parts[-3 if in_table else -2 :])
 
 
 def _hint(key: str, known: set[str]) -> str:
