@@ -144,7 +144,7 @@ def test_a_new_head_is_for_training_and_not_for_the_commands(tmp_path, capsys):
 def test_a_flipped_bit_of_a_saved_weight_is_found(model, capsys):
     folder = model("bounded llama")
     flip(folder / "model.safetensors", -3)
-    with pytest.raises(ValueError, match="model.safetensors is damaged or was changed since it was saved"):
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or was changed since it was saved"):
         hf.BoundedLlamaForCausalLM.from_pretrained(folder)
     refused_in_one_line(["generate", str(folder), "--prompt", "w5"], "remove weights.sha256 if the change", capsys)
     (folder / "weights.sha256").unlink()
