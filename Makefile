@@ -108,7 +108,7 @@ check: .venv/installed
 	@$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache demo.html
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache demo.html report.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # uv installs in seconds what takes pip most of a minute; where uv cannot be had, pip does the same.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def check_padding(key_padding_mask: Tensor | None, b: int, t: int) -> None:
 
 def check_number(name: str, value: object, accepted: str, fine: bool = False) -> None:
     """Refuse an option that is no number, or not finite."""
-    if not fine and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+    if not fine and (isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value)):
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from abc_attn.commands.training import list_recipes, report, reproduce, train
 from abc_attn.provenance import installed
 from abc_attn.tasks import keys_help
 
+MOST_THREADS = 1024  # torch would start any number of them
+LONGEST_CONTEXT = 10**8  # tokens that a benchmark reads before it measures
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line under one name, whichever subcommand they come from."""
@@ -28,16 +32,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"abc-attn: error: {message} (see `{self.prog} --help`)\n")
+        self.exit(2, f"abc-attn: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from `minimum` that fits into 63 bits."""
+def whole_number(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
+    """An argparse type: a whole number from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
-        number = int(text) if text.isdecimal() else -1
-        if not minimum <= number < 2**63:
-            raise argparse.ArgumentTypeError(f"a whole number from {minimum} is needed, got {text!r}")
+        number = int(text) if text.isdecimal() and len(text) < 20 else maximum + 1 if text.isdecimal() else -1
+        if number > maximum:
+            raise argparse.ArgumentTypeError(f"a whole number from {minimum} to {maximum} is needed, got {text!r:.40}")
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"a whole number from {minimum} is needed, got {text!r:.40}")
         return number
 
     return parse
@@ -143,7 +149,9 @@ def add_demo(parser: Parser) -> None:
     parser.add_argument(
         "--steps", type=whole_number(1), help="training steps of each model (default: 3 minutes in all)"
     )
-    parser.add_argument("--threads", type=whole_number(1), help="CPU threads for torch (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=whole_number(1, MOST_THREADS), help="CPU threads for torch (default: torch's own choice)"
+    )
 
 
 def add_train(parser: Parser) -> None:
@@ -283,7 +291,7 @@ def add_benchmarks(parser: Parser) -> None:
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
             kind.add_argument(
                 f"--{option}",
-                type=whole_number(2 if option == "contexts" else 1),
+                type=whole_number(2, LONGEST_CONTEXT) if option == "contexts" else whole_number(1),
                 default=default,
                 help=f"{(meanings_of_generate if name == 'generate' else meanings)[option]} (default: {shown})",
                 **several,
@@ -300,12 +308,17 @@ def add_benchmarks(parser: Parser) -> None:
         kind.add_argument(
             "--repetitions", type=whole_number(1), default=15, help="at most, of each method (default: %(default)s)"
         )
-        kind.add_argument("--threads", type=whole_number(1), help="CPU threads for torch (default: torch's own choice)")
+        kind.add_argument(
+            "--threads", type=whole_number(1, MOST_THREADS), help="CPU threads for torch (default: torch's own choice)"
+        )
         kind.add_argument("--output", type=Path, help="folder for JSON, a Markdown table and a plot (default: none)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack letters of a path or of a generated text
+            stream.reconfigure(errors="backslashreplace")
     parsed = make_parser().parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -177,8 +177,13 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a decision may rest on what x holds: not in a traced graph, on the meta device or under vmap."""
-    if torch.compiler.is_compiling() or x.device.type == "meta":
+    """Whether a decision may rest on what x holds: not while a graph is traced or captured, nor of a tensor without
+    values of its own (fake, on the meta device, under vmap)."""
+    if torch.compiler.is_compiling() or x.device.type == "meta" or type(x) not in (Tensor, nn.Parameter):
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx
+        return False
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     if transformed():
         functorch = torch._C._functorch
@@ -196,7 +201,8 @@ def transformed() -> bool:
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether every number is finite; True may be missed where a sum overflows."""
-    return all(bool(x.detach().sum().isfinite()) for x in tensors)  # far cheaper than to look at each number
+    total = sum(x.detach().sum() for x in tensors)  # far cheaper than to look at each number, and read once
+    return bool(torch.as_tensor(total).isfinite())
 
 
 def infinite(k: Tensor, v: Tensor) -> Tensor:

@@ -5,33 +5,59 @@ Every error is an OSError or a ValueError whose message names the path and what 
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import os
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from abc_attn.files import PARTIAL
+
+# The JSON files of a saved model, each an object. transformers ignores some of them silently where they are damaged.
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+
 
 def saved_model(folder: Path) -> dict[str, Any]:
-    """The config.json of a model that `save_pretrained` wrote into `folder`."""
-    file = folder / "config.json"
-    if not file.is_file():
+    """The config.json of a model that `save_pretrained` wrote into `folder`, whose other JSON files can be read too."""
+    if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no saved model at {folder}: a folder with config.json and weights is needed")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a JSON object, and holds a {type(config).__name__}")
+    found = {name: json_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json but no weights (*.safetensors)")
-    return config
+    return found["config.json"]
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold a JSON object, and holds a {type(found).__name__}")
+    return found
 
 
 def new_folder(folder: Path) -> Path:
     """A folder to write: it does not exist yet or is empty, and can be made."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: name a new folder")
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(not part.name.endswith(PARTIAL) for part in folder.iterdir()):  # left by a kill
         raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
     return writable_folder(folder)
 
@@ -56,13 +82,29 @@ def new_file(file: Path) -> Path:
 
 
 def text_file(file: Path) -> str:
-    """The text of a UTF-8 file that is not empty."""
+    """The text of a UTF-8 file that is not empty; .xz and .gz files are unpacked."""
     if not file.is_file():
         raise FileNotFoundError(f"no text file at {file}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+    text = "".join(text_lines(file, keep_ends=True)).replace("\r\n", "\n").replace("\r", "\n")
     if not text.strip():
         raise ValueError(f"{file} has no text to score")
     return text
+
+
+def text_lines(file: Path, *, keep_ends: bool = False) -> Iterator[str]:
+    """The lines of a UTF-8 file; .xz and .gz files are unpacked."""
+    openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+    number = 0
+    with openers.get(file.suffix, open)(file, "rb") as opened:
+        try:
+            for line in opened:
+                number += 1
+                text = line.decode("utf-8")
+                yield text if keep_ends else text.removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file} is not UTF-8: line {number} has byte {error.object[error.start]:#04x} at column "
+                f"{error.start}; convert it, for instance with `iconv -t UTF-8`"
+            ) from None
+        except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{file} is not a whole {file.suffix} file: {error}") from None

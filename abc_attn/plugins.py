@@ -61,10 +61,15 @@ def _check_file(file: Path) -> None:
     if not file.stem.isidentifier():
         raise ValueError(f"--import {file}: {file.stem!r} cannot be a module's name; rename the file")
     known = _find(file.stem)
-    if known is not None and known.origin != str(file.resolve()):
-        raise ValueError(
-            f"--import {file}: Python has another module named {file.stem!r} ({known.origin}); rename the file"
-        )
+    if known is not None:
+        _refuse_another(file, known.origin)
+
+
+def _refuse_another(file: Path, origin: str | None) -> None:
+    """Refuse a file whose name belongs to another module, that of `origin`."""
+    if origin is None or Path(origin).resolve() != file.resolve():
+        where = origin or "a folder"
+        raise ValueError(f"--import {file}: Python has another module named {file.stem!r} ({where}); rename the file")
 
 
 def _check_module(name: str) -> None:
@@ -79,6 +84,7 @@ def _check_module(name: str) -> None:
 def _import_file(file: Path) -> ModuleType:
     known = sys.modules.get(file.stem)
     if known is not None:
+        _refuse_another(file, getattr(known, "__file__", None))
         return known
     _look_in(file.resolve().parent)  # for what the file itself imports
     return _run(file.stem, str(file), file.resolve())

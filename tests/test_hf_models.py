@@ -55,10 +55,10 @@ def test_a_model_from_its_config_is_saved_and_loaded(cls, tmp_path):
 def test_a_checkpoint_of_the_source_loads_too(tmp_path):
     """The parameters keep their names; the control, which the checkpoint lacks, starts as it should."""
     source(LLAMA).save_pretrained(tmp_path)
-    found = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="favor", slots=6)
+    found = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="favor", slots=6, allow_new_controls=True)
     expected = hf.convert(source(LLAMA), "favor", 6)
     assert torch.equal(outputs(found, inputs(found)), outputs(expected, inputs(expected)))
-    learned = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="mlp", slots=64)
+    learned = hf.BoundedLlamaForCausalLM.from_pretrained(tmp_path, control="mlp", slots=64, allow_new_controls=True)
     assert 0.8 < learned.controls["self"].proj.weight.std() * 32**0.5 < 1.2
 
 

@@ -148,7 +148,7 @@ def test_t2r_starts_from_a_trained_softmax(tmp_path):
     source = tiny("softmax")
     source.save_pretrained(tmp_path)
     config = tiny("t2r:8").config
-    model = AdaptiveLM.from_pretrained(tmp_path, config=config)
+    model = AdaptiveLM.from_pretrained(tmp_path, config=config, allow_new_controls=True)
     for name, weight in source.named_parameters():
         assert torch.equal(weight, model.get_parameter(name)), name
     assert 0.5 < model.control.weight.std() * 8**0.5 < 2  # as t2r itself starts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import random
 import re
 import resource
@@ -27,6 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
+from abc_attn.kernels import BACKENDS
+from abc_attn.memory_limit import free_bytes
 
 TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, for which a time is shown
 BUDGET = 3.0  # seconds for each method: once spent, only the minimum of repetitions is still made
@@ -97,8 +98,7 @@ def future(tokens: int) -> Tensor:
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {
-    "native": _mlp("native"),
-    "torch": _mlp("torch"),
+    **{backend: _mlp(backend) for backend in BACKENDS},
     "mlp": _mlp("auto"),
     "linformer": _linformer,
     "sdpa": _sdpa,
@@ -267,11 +267,7 @@ def _timed(run: Callable[[], object], calls: int) -> float:
 
 def available_bytes() -> int:
     """Memory that can be allocated now without swapping, less a fifth for the rest of the machine."""
-    try:
-        free = int(re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
-    except (OSError, IndexError):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return free * 4 // 5
+    return free_bytes() * 4 // 5
 
 
 def does_not_fit(work: Work) -> str | None:

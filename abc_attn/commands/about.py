@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from abc_attn import plugins
+from abc_attn.commands.errors import explained
 from abc_attn.commands.user_controls import import_controls
 from abc_attn.provenance import backends, installed
 
@@ -25,8 +26,9 @@ def env(arguments: argparse.Namespace) -> None:
         "platform": platform.platform(),
         "CPU threads": str(torch.get_num_threads()),
     }
-    for name, available, text in backends():
-        facts[f"backend {name}"] = text if available else f"unavailable: {text}"
+    with explained():  # a mistake in ABC_ATTN_BACKEND or ABC_ATTN_SIMD
+        for name, available, text in backends():
+            facts[f"backend {name}"] = text if available else f"unavailable: {text}"
     width = max(map(len, facts))
     for name, fact in facts.items():
         print(f"{name:{width}}  {fact}")

@@ -8,6 +8,14 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
+# What torch says when an allocation fails, or when a size does not even fit into a number.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "Storage size calculation overflowed",
+    "invalid shape dimension",
+)
+
 
 class CommandError(Exception):
     """A mistake in the arguments or the files they name; the message says what to change."""
@@ -23,6 +31,9 @@ def explained(extra: str | None = None) -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise
         raise CommandError(error) from error
+    except (MemoryError, RuntimeError) as error:
+        _explain_memory(error)
+        raise
     except ImportError as error:  # a package that is missing or too old
         if extra is None or (error.name or "").startswith("abc_attn"):
             raise
@@ -36,6 +47,16 @@ def resumable() -> Iterator[None]:
         yield
     except FloatingPointError as error:  # the loss is not finite; the message says what to try
         raise CommandError(error) from error
+    except (MemoryError, RuntimeError) as error:
+        _explain_memory(error)
+        raise
     except KeyboardInterrupt:
         print("\nabc-attn: interrupted; a run continues from its last checkpoint (train: --resume)", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _explain_memory(error: Exception) -> None:
+    """Raise a CommandError if memory ran out, in whatever way torch says so."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        said = str(error).partition("\n")[0]
+        raise CommandError(f"this machine has too little memory for these sizes: {said}") from error

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
 from abc_attn.commands.user_controls import check_controls, check_saved_controls, import_controls
+from abc_attn.files import whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "chat_template.jinja")
+_NOT_NUMBERS = "the model's outputs are not numbers (NaN): its weights or its config.json are damaged"
 LABELS = {"perplexity": "perplexity per token", "word perplexity": "perplexity per word"}
 
 
@@ -54,10 +56,11 @@ def convert(arguments: argparse.Namespace) -> None:
 
         given = {name: getattr(arguments, name) for name in ("control", "slots", "layers", "where", "positions")}
         model = convert(load_model(source), **given, tie_control=not arguments.untied)
-        model.config.source_model = source.resolve().name
-        model.save_pretrained(target)
-        if any((source / name).exists() for name in TOKENIZER_FILES):
-            load_tokenizer(source).save_pretrained(target)
+        model.config.source_model = os.fsencode(source.resolve().name).decode("utf-8", "replace")
+        with whole_folder(target) as partial:
+            model.save_pretrained(partial)
+            if any((source / name).exists() for name in TOKENIZER_FILES):
+                load_tokenizer(source).save_pretrained(partial)
     controls: Any = model.controls
     new = sum(parameter.numel() for parameter in controls.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -70,7 +73,7 @@ def generate(arguments: argparse.Namespace) -> None:
     folder, tokens = arguments.model, arguments.tokens
     with explained():
         saved = paths.saved_model(folder)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _read_standard_input() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("the prompt is empty; give at least one word")
     import_controls(arguments)
@@ -78,12 +81,16 @@ def generate(arguments: argparse.Namespace) -> None:
     with hugging_face():
         import torch
 
+        from abc_attn.models.saved import damaged
+
         model, tokenizer = _load(folder)
         if not model.can_generate() or model.config.is_encoder_decoder:
             raise CommandError(
                 f"{folder} holds a {type(model).__name__}; a causal language model (...ForCausalLM) is needed"
             )
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with damaged(f"the tokenizer in {folder} fails"):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+        _check_tokens(model, ids)
         _check_positions(model, ids.shape[1], tokens)
         cache = _make_cache(model)
         steps = torch.no_grad()(_continue)(model, ids, cache, tokens, arguments.temperature, arguments.seed)
@@ -136,10 +143,13 @@ def score_text(
     from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
     from abc_attn.hf import AdaptiveLM
     from abc_attn.hf.models import has_bounded_state, most_tokens
+    from abc_attn.models.saved import damaged
 
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][:tokens]
+    with damaged("the tokenizer fails"):
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][:tokens]
     if not len(ids):
         raise ValueError("the tokenizer finds no token in the text: there is nothing to score")
+    _check_tokens(model, ids)
     if tokens is not None:
         text = tokenizer.decode(ids)
     limit = most_tokens(model)
@@ -148,6 +158,8 @@ def score_text(
     words = len(text.split()) + (text.count("\n") if isinstance(model, AdaptiveLM) else 0)
     started = time.perf_counter()
     nll = token_nll(model, ids, window=window, context=0 if window is None else window - max(1, window // 4))
+    if bool(nll.isnan().any()):
+        raise ValueError(_NOT_NUMBERS)
     return {
         "perplexity": perplexity(nll),
         "word perplexity": perplexity(nll, max(1, words)),
@@ -157,10 +169,26 @@ def score_text(
     }
 
 
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+
+
 def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
     from abc_attn.models.saved import load_model, load_tokenizer
 
     return load_model(folder), load_tokenizer(folder)
+
+
+def _check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse tokens that the model has no vector for."""
+    if ids.numel() and (largest := int(ids.max())) >= model.config.vocab_size:
+        raise CommandError(
+            f"the tokenizer gives token {largest}, and the model has {model.config.vocab_size} (vocab_size in "
+            "config.json): they do not belong together"
+        )
 
 
 def _check_positions(model: PreTrainedModel, read: int, written: int) -> None:
@@ -204,11 +232,15 @@ def _continue(
 
     random = torch.Generator().manual_seed(seed)
     ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    ends = {ends} if isinstance(ends, int) else {*(ends or ())}  # GenerationConfig takes an int, a list or None
     for _ in range(tokens):
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        if bool(logits.isnan().any()):
+            raise CommandError(_NOT_NUMBERS)
         if temperature:
-            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)
+            # Below the largest, and in fp64: no temperature above 0 overflows.
+            apart = (logits - logits.max(-1, keepdim=True).values).double() / temperature
+            ids = torch.multinomial(apart.softmax(-1), 1, generator=random)
         else:
             ids = logits.argmax(-1, keepdim=True)
         if int(ids) in ends:

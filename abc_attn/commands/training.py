@@ -26,7 +26,7 @@ def train(arguments: argparse.Namespace) -> None:
         from abc_attn.training import load_recipe, prepare
 
         run = prepare(load_recipe(recipe, overrides), resume=arguments.resume)
-    with resumable():
+    with resumable(), explained("train"):
         run()
 
 
@@ -54,7 +54,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             recipes=folder,
             results=arguments.output,
         )
-    with resumable():
+    with resumable(), explained("train"):
         print(tables.reproduce(table, arguments.scale, plans, arguments.output))
 
 

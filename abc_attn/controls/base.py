@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from abc_attn.checks import check_inner_like
 from abc_attn.core import Band, Write
+from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.plugins import load_entry_points
 
 InnerState = tuple[Tensor, ...] | None
@@ -93,6 +94,11 @@ class Control(nn.Module):
         """Rows of the memory; `slots` unless a control needs several to offer one."""
         return self.slots
 
+    @property
+    def state_bytes(self) -> int:
+        """What the memory of one sequence in one layer takes; none, where it grows with the text."""
+        return self.num_heads * self.rows * self.head_dim * (1 if self.linear else 2) * FLOAT
+
     def inner_shapes(self) -> list[tuple[int, ...]]:
         """The shapes, without the batch, of the tensors of its own state."""
         return [tuple(part.shape[1:]) for part in self.begin(1, self.num_heads, torch.zeros(())) or ()]
@@ -117,6 +123,16 @@ class Control(nn.Module):
     @classmethod
     def default_slots(cls, head_dim: int) -> int:
         return 64
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        """How many numbers its weights and buffers hold, more or less: memory is checked before they are made."""
+        return 0
+
+    @classmethod
+    def rows_of(cls, slots: int, options: dict[str, Any]) -> int:
+        """`rows`, before there is a control."""
+        return slots
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -253,8 +269,27 @@ def _build(cls: type[Control], slots: int | None, sizes: dict[str, Any], options
     wrap = gate and "gate" not in cls.declared()  # running means put the gate inside
     if "gate" in options and (wrap or not gate):
         options = {option: value for option, value in options.items() if option != "gate"}
-    control = cls(cls.default_slots(sizes["head_dim"]) if slots is None else slots, **sizes, **options)
+    if slots is None:
+        slots = cls.default_slots(sizes["head_dim"])
+    _check_memory(cls, slots, sizes, options)
+    control = cls(slots, **sizes, **options)
     return Gated(control) if wrap else control
+
+
+def _check_memory(cls: type[Control], slots: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+    """Refuse what this machine cannot hold: the memory of one sequence, or the control's weights."""
+    given = (slots, *(sizes[name] for name in ("embed_dim", "num_heads", "head_dim")))
+    if not all(isinstance(number, int) and number > 0 for number in given):
+        return  # the constructor says what is wrong
+    row = sizes["num_heads"] * sizes["head_dim"] * (1 if cls.linear else 2)
+    what = f"control '{cls.name}:{slots}'"
+    check_fits(f"the state of {what}, for one sequence in one layer,", cls.rows_of(slots, options) * row * FLOAT)
+    check_fits(f"the weights of {what}", cls.count_weights(slots, sizes, options) * FLOAT)
+
+
+def whole(value: Any) -> int:
+    """An option's value in an estimate of memory; one that is no number is for the constructor to refuse."""
+    return value if isinstance(value, int) else 0
 
 
 def at_least(least: int, **option: int) -> int:

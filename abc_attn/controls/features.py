@@ -74,6 +74,10 @@ class RFA(FeatureMap):
         self.register_buffer("directions", directions)
         self.sigma = nn.Parameter(torch.ones(self.num_heads, 1, self.head_dim))  # the bandwidth is learned, as in RFA
 
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return slots // 2 * sizes["head_dim"]
+
     def features(self, q: Tensor) -> Tensor:
         angles = (F.normalize(q, dim=-1) * self.sigma) @ self.directions.to(q.dtype).mT
         return torch.cat([angles.sin(), angles.cos()], dim=-1) * (self.slots / 2) ** -0.5
@@ -90,6 +94,10 @@ class T2R(FeatureMap):
         self.weight = nn.Parameter(torch.randn(self.num_heads, self.head_dim, slots) * self.head_dim**-0.5)
         self.bias = nn.Parameter(torch.zeros(self.num_heads, 1, slots))
 
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return sizes["num_heads"] * (sizes["head_dim"] + 1) * slots
+
     def features(self, q: Tensor) -> Tensor:
         return F.relu(q @ self.weight.to(q.dtype) + self.bias)
 
@@ -105,6 +113,10 @@ class Favor(FeatureMap):
         self.seed = check_seed(seed)
         self.directions: Tensor
         self.register_buffer("directions", _orthogonal(slots, self.head_dim, torch.Generator().manual_seed(seed)))
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return slots * sizes["head_dim"]
 
     def features(self, q: Tensor) -> Tensor:
         # exp(w x - |x|^2 / 2) <= exp(|w|^2 / 2), about exp(d / 2): no stabiliser, which a causal f could not have.

@@ -50,6 +50,10 @@ class MLP(Control):
         # Slots that start alike stay alike: for x of unit variance (a normed input) the logits have deviation 1.
         nn.init.normal_(self.proj.weight, std=self.embed_dim**-0.5)
 
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return sizes["embed_dim"] * sizes["num_heads"] * slots
+
     @property
     def causal_states_differ(self) -> bool:
         return self.normalization == "write"  # a sum of shares against a mean

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.checks import check_count, check_log_total
-from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control
+from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control, whole
 from abc_attn.controls.positional import count_positions
 from abc_attn.core import Write, full_precision, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
@@ -137,6 +137,10 @@ class Packed(Control):
         self.packed_dim, self.packed_width = None if width == self.embed_dim else width, width
         self.packed = nn.Parameter(torch.randn(slots, width))  # P of the first layer
         self.query = nn.Linear(width, self.num_heads * self.head_dim)
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return slots * (whole(options.get("packed_dim")) or sizes["embed_dim"])
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return self.packed.expand(batch, -1, -1).clone(), empty_total(batch, heads, self.slots, like)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.checks import check_count
-from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control
+from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control, whole
 from abc_attn.core import Band, Write, has_values
 
 
@@ -103,6 +103,10 @@ class Dilated(Positional):
     def __init__(self, slots: int, *, dilation: int = 2, **sizes: Any) -> None:
         super().__init__(slots, **sizes)
         self.dilation = at_least(1, dilation=dilation)
+
+    @classmethod
+    def rows_of(cls, slots: int, options: dict[str, Any]) -> int:
+        return slots * whole(options.get("dilation", 2))
 
     @property
     def rows(self) -> int:
@@ -220,6 +224,10 @@ class Linformer(Positional):
         super().__init__(slots, **sizes)
         self.max_length = at_least(1, max_length=max_length)
         self.weight = nn.Parameter(torch.randn(slots, max_length) * max_length**-0.5)  # W^LF of section 3.1
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return slots * whole(options.get("max_length", 512))
 
     def decide(self, position: Tensor, count: Tensor, like: Tensor) -> Write:
         if has_values(count) and bool((count > self.max_length).any()):

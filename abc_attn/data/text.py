@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import os
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -25,13 +23,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from abc_attn.files import check_checksums, whole_folder, write_checksums
+from abc_attn.paths import text_lines
+
 SPLITS = ("train", "validation", "test")
 TOKENIZERS = ("word", "bpe")
 UNKNOWN, END = "<unk>", "<eos>"
 _FORMAT = 1
 _NAMES = {"train": ("train",), "validation": ("valid", "validation"), "test": ("test",)}
-_ENDINGS = (".tokens", ".txt", ".raw", ".tokens.xz", ".txt.xz", ".raw.xz")
+_ENDINGS = [f"{ending}{packed}" for packed in ("", ".xz", ".gz") for ending in (".tokens", ".txt", ".raw")]
 _LINES_AT_A_TIME = 10_000
+_CHECKSUMS = "corpus.sha256"
 _BYTES = 256  # tokens of a byte-level alphabet
 
 
@@ -61,7 +63,7 @@ class Source:
 
     def lines(self, split: str) -> Iterator[str]:
         """The lines of a split, without their ends."""
-        return self._dataset_lines(split) if self.files is None else _file_lines(self.files[split])
+        return self._dataset_lines(split) if self.files is None else text_lines(self.files[split])
 
     def _dataset_lines(self, split: str) -> Iterator[str]:
         from datasets import load_dataset
@@ -87,6 +89,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
+        check_checksums(_CHECKSUMS, folder)  # caches of version 0.1 have none
         about = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
         return cls(
             folder=folder,
@@ -106,7 +109,7 @@ class Corpus:
 
 
 def find_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
-    """The files of a WikiText-style folder by split: wiki.train.tokens, train.txt, ... each possibly as .xz."""
+    """The files of a WikiText-style folder by split: wiki.train.tokens, train.txt, ... each possibly as .xz or .gz."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: data_dir must hold the text to train on")
@@ -144,17 +147,15 @@ def build_corpus(
     recipe = json.dumps([_FORMAT, source.fingerprint(), tokenizer, vocab_size])
     fingerprint = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = Path(cache_dir) / fingerprint
-    if not folder.is_dir():
-        Path(cache_dir).mkdir(parents=True, exist_ok=True)
-        # Under a temporary name until it is whole: a reader sees all of it or nothing.
-        partial = Path(tempfile.mkdtemp(dir=cache_dir, prefix=f".{fingerprint}."))
+    if folder.is_dir():
         try:
-            _write(source, tokenizer, vocab_size, partial, fingerprint)
-            partial.chmod(0o755)
-            with suppress(OSError):  # another process was quicker: its files are as good
-                partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            return Corpus.open(folder)
+        except (ValueError, OSError, KeyError, EOFError, TypeError) as error:
+            print(f"abc-attn: {_said(error)}: this tokenized text is made again", file=sys.stderr)
+            shutil.rmtree(folder)
+    Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), whole_folder(folder) as partial:  # it exists if another process was quicker
+        _write(source, tokenizer, vocab_size, partial, fingerprint)
     return Corpus.open(folder)
 
 
@@ -180,6 +181,7 @@ def _write(source: Source, kind: str, vocab_size: int | None, folder: Path, fing
     tokenizer.save(str(folder / "tokenizer.json"))
     about: dict[str, Any] = {"words": words, "eos_token": end, "fingerprint": fingerprint}
     (folder / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+    write_checksums(_CHECKSUMS, folder, folder.iterdir())
 
 
 def _encode(source: Source, split: str, tokenizer: Tokenizer, kind: str, end: str) -> tuple[np.ndarray, int]:
@@ -246,23 +248,6 @@ def _pretrained(tokenizer: Tokenizer, end: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
-def _file_lines(path: Path) -> Iterator[str]:
-    opened: Any = lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")  # noqa: SIM115 (closed below)
-    number = 0
-    with opened as file:
-        try:
-            for line in file:
-                number += 1
-                yield line.decode("utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8: line {number} has byte {error.object[error.start]:#04x} at column "
-                f"{error.start}; convert it, for instance with `iconv -t UTF-8`"
-            ) from None
-        except (lzma.LZMAError, EOFError) as error:
-            raise ValueError(f"{path} is not a whole .xz file: {error}") from None
-
-
 def _batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
     batch: list[str] = []
     for line in lines:
@@ -272,6 +257,10 @@ def _batched(lines: Iterable[str], size: int) -> Iterator[list[str]]:
             batch = []
     if batch:
         yield batch
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _name(source: Source, split: str) -> str:

@@ -25,6 +25,7 @@ from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.positions import POSITIONS, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
+from abc_attn.memory_limit import check_fits
 
 SITES = ("self", "cross", "encoder")
 
@@ -104,6 +105,7 @@ class BoundedModel(Stateful):
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
             raise ValueError(f"layers={config.layers}: this model's layers are 0 to {depth - 1}")
+        used: list[Control] = []  # by each attention
         self.controls = nn.ModuleDict()  # each control once: by site, and by layer where they are not tied
         for site, found in places.items():
             for index, (parent, name, adapter) in enumerate(found):
@@ -120,7 +122,10 @@ class BoundedModel(Stateful):
                     weight = next(original.parameters())
                     control = self._make_control(site, sizes).to(weight.device, weight.dtype)
                     self.controls[key] = control
+                used.append(control)
                 setattr(parent, name, adapter(original, control, index, len(found)))
+        bounded = [control.state_bytes for control in used if not control.grows]
+        check_fits(f"the states of {len(bounded)} attentions with control {config.control!r}", sum(bounded))
         if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
             first = self.family.positions_without_token(config)
             self.base_model.register_forward_pre_hook(partial(count_real_tokens, first), with_kwargs=True)

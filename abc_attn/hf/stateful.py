@@ -17,7 +17,9 @@ from transformers.cache_utils import Cache
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control
 from abc_attn.controls.base import unknown_controls
+from abc_attn.files import write_checksums, write_whole
 from abc_attn.hf.cache import BoundedCache
+from abc_attn.hf.loading import CHECKSUMS, WEIGHTS, check_loaded, check_weights
 
 BOUNDED = "reads a memory of fixed size instead of every key and value"
 
@@ -83,22 +85,51 @@ class Stateful(PreTrainedModel):
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *arguments: Any,
+        allow_new_controls: bool = False,
+        output_loading_info: bool = False,
+        **options: Any,
+    ) -> Any:
+        """As in transformers, except that weights of the body that are missing, or that no module takes, are an error.
+
+        allow_new_controls: controls that the checkpoint lacks start anew, and those that it has beyond the config's are
+        left out; to load a model that was never converted, or to replace its control.
+        A new head (of a classifier, for instance) is no error, as in transformers: it is to be trained.
+        output_loading_info: what is missing is reported instead, as in transformers. With state_dict nothing is.
+        """
+        where = pretrained_model_name_or_path
+        if output_loading_info or options.get("state_dict") is not None:
+            return super().from_pretrained(where, *arguments, output_loading_info=output_loading_info, **options)
+        check_weights(where)
+        loaded: Any = super().from_pretrained(where, *arguments, output_loading_info=True, **options)
+        model, info = loaded
+        check_loaded(model, info, where, new_controls=allow_new_controls, new_heads=True)
+        return model
+
     def card(self) -> str:
         """The text of README.md."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
-        """As in transformers; and a model card (README.md) beside the weights, if there is none.
+        """As in transformers; and beside the weights their checksums and, if there is none, a model card (README.md).
 
         The config says which modules to import first, where controls are not of this package.
         """
         config: Any = self.config
         if modules := control_modules(self):
             config.control_modules = modules
+        folder = Path(save_directory)
+        if folder.is_dir() and options.get("is_main_process", True):
+            (folder / CHECKSUMS).unlink(missing_ok=True)  # of weights that are about to be replaced
         saved = super().save_pretrained(save_directory, *arguments, **options)
-        file = Path(save_directory) / "README.md"
-        if Path(save_directory).is_dir() and not file.exists():
-            file.write_text(self.card(), encoding="utf-8")
+        if folder.is_dir() and options.get("is_main_process", True):
+            write_checksums(CHECKSUMS, folder, folder.glob(WEIGHTS))
+            if not (folder / "README.md").exists():
+                write_whole(folder / "README.md", self.card())
         return saved
 
     def generate_batch(self, *arguments: Any, **options: Any) -> NoReturn:

@@ -213,7 +213,7 @@ def exact_attention(q: Tensor, memory: Memory, seen: Tensor | None, reading: Rea
     Exact attention is the baseline, not a kernel of ours: a backend that does not offer it leaves it to the others.
     """
     bad = None  # tokens that are not finite: left out of the products, where 0 * inf is NaN; what reads them is NaN
-    if has_values(memory.k) and not all_finite(memory.k, memory.v):
+    if q.shape[2] > 1 and has_values(memory.k) and not all_finite(memory.k, memory.v):
         bad = infinite(memory.k, memory.v)  # b h n
         memory = memory._replace(k=memory.k.where(~bad[..., None], 0), v=memory.v.where(~bad[..., None], 0))
     answer = call("exact", backend, q, memory, seen, reading)

@@ -229,7 +229,7 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
 
     config_class = AdaptiveLMConfig
     config: AdaptiveLMConfig
-    base_model_prefix = ""
+    base_model_prefix = "adaptive_lm"  # no part has that name; transformers reads "" as any first letter of a weight
     main_input_name = "input_ids"
     _no_split_modules = ["AdaptiveLMLayer"]  # noqa: RUF012 (transformers declares it so)
     # Every micro-batch has as many labels, so a mean of means is the mean.

@@ -9,6 +9,8 @@ import difflib
 import shutil
 from pathlib import Path
 
+from abc_attn.files import whole_folder
+
 ROOT = Path(__file__).parent
 TABLE = "table.yaml"
 SCALES = ("small", "full")
@@ -43,7 +45,8 @@ def copy(to: str | Path) -> None:
     to = Path(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} exists: give a folder that does not, or an empty one")
-    for source in sorted(ROOT.rglob("*.yaml")):
-        target = to / source.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    with whole_folder(to) as partial:
+        for source in sorted(ROOT.rglob("*.yaml")):
+            target = partial / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)

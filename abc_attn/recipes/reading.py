@@ -30,15 +30,15 @@ def parse_value(text: str) -> Any:
     """A value of `key=value`, read as YAML."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is not a YAML value: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date that does not exist
+        raise ValueError(f"{text!r:.100} is not a YAML value: {' '.join(str(error).split())}") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The keys and values of a YAML file."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path} must be a mapping of keys to values, one `key: value` a line")
@@ -54,4 +54,6 @@ def read_recipe(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ValueError(f"{path} extends itself")
     values = read_mapping(path)
     parent = values.pop("extends", None)
+    if parent is not None and not isinstance(parent, str):
+        raise ValueError(f"{path}: extends must name another recipe, got {parent!r:.100}")
     return values if parent is None else read_recipe(path.parent / parent, (*extending, path.resolve())) | values

@@ -62,6 +62,8 @@ class Table:
             raise ValueError(f"{path}: unknown key {unknown[0]!r}; {hint}")
         if missing := sorted({"title", "task", "reading", "columns"} - said.keys()):
             raise ValueError(f"{path}: {', '.join(missing)} missing")
+        for key, value in said.items():
+            _check_value(path, key, value)
         try:
             table = cls(
                 name=name,
@@ -102,6 +104,32 @@ class Table:
                 rows["-".join(map(_word, values))] = Row(base.path, dict(zip(names, values, strict=True)))
         place = {row: number for number, row in enumerate(self.paper)}
         return {row: rows[row] for row in sorted(rows, key=lambda row: (place.get(row, len(place)), row))}
+
+
+def _check_value(path: Path, key: str, value: Any) -> None:
+    """Refuse a value of table.yaml that is not of its key's kind."""
+    kinds: dict[str, tuple[type, str]] = dict.fromkeys(("title", "task", "reading"), (str, "text"))
+    kinds |= {"more": (list, "a list"), "decimals": (int, "a whole number from 0 to 9")}
+    kind, said = kinds.get(key, (dict, "a mapping"))
+    good = isinstance(value, kind) and not isinstance(value, bool)
+    if kind is int:
+        good = good and 0 <= value <= 9
+    elif kind is dict and good:
+        good = all(isinstance(name, str) for name in value)
+    inner: dict[str, type] = {"columns": str, "scales": str, "paper": list, "notes": str}
+    if good and key in inner:
+        good = all(isinstance(part, inner[key]) for part in value.values())
+        said += " of texts" if inner[key] is str else " of lists of numbers"
+    if good and key == "paper":
+        good = all(isinstance(figure, (int, float)) for figures in value.values() for figure in figures)
+    if good and key == "grid":
+        good = all(isinstance(part, str if name == "recipe" else list) for name, part in value.items())
+        said = "`recipe`, a name, and a list of values for each other key"
+    if good and key == "more":
+        good = all(isinstance(part, dict) and isinstance(part.get("columns"), dict) for part in value)
+        said += " of tables with columns"
+    if not good:
+        raise ValueError(f"{path}: {key} must be {said}, got {value!r:.100}")
 
 
 def _word(value: Any) -> str:

@@ -23,15 +23,27 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # the runs of each row
 OURS, PAPERS = "tab:blue", "tab:gray"
 
 
+def check_plot(table: Table) -> None:
+    """Refuse a plot that cannot be drawn, before anything is trained for it."""
+    kind = table.plot.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"{table.name}: plot: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    _, keys = KINDS[kind]
+    if missing := [key for key in keys if not isinstance(table.plot.get(key), str)]:
+        raise ValueError(f"{table.name}: plot: kind {kind} needs {', '.join(missing)}")
+    if table.plot["column"] not in table.columns:
+        raise ValueError(
+            f"{table.name}: plot: column must be one of {', '.join(table.columns)}, got {table.plot['column']!r}"
+        )
+
+
 def draw(table: Table, rows: Rows, path: Path) -> None:
     """Write the plot as PNG."""
     from matplotlib.figure import Figure
 
-    kind = table.plot.get("kind")
-    if kind not in KINDS:
-        raise ValueError(f"{table.name}: plot: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    check_plot(table)
     figure = Figure(layout="constrained")
-    KINDS[kind](table, rows, figure)
+    KINDS[table.plot["kind"]][0](table, rows, figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
         # No date or version in the file: the same figures give the same bytes.
@@ -96,4 +108,8 @@ def _figures(runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
     return [figure for figure in figures(runs, column) if figure < math.inf]
 
 
-KINDS: dict[str, Callable[[Table, Rows, Figure], None]] = {"bars": bars, "curves": curves}
+# The function, and the keys of `plot` that it needs.
+KINDS: dict[str, tuple[Callable[[Table, Rows, Figure], None], tuple[str, ...]]] = {
+    "bars": (bars, ("column", "label")),
+    "curves": (curves, ("column", "label", "x", "lines")),
+}

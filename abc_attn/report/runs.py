@@ -24,8 +24,10 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: a JSON object is needed, and it is a {type(record).__name__}")
         if missing := {"row", "seed", "scale", "values", "scores"} - record.keys():
             raise ValueError(f"{path}, line {number}: {', '.join(sorted(missing))} missing")
         records.append(record)

@@ -22,8 +22,8 @@ __all__ = ["DEFAULT", "TASKS", "Task", "get_task", "keys_help"]
 
 def get_task(name: str) -> type[Task]:
     """The class of a task."""
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
+    if not isinstance(name, str) or name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r:.100}")
     module, _, kind = TASKS[name].partition(":")
     return getattr(import_module(module), kind)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abc_attn.memory_limit import FLOAT, check_fits
+from abc_attn.paths import saved_model
 from abc_attn.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -33,12 +36,31 @@ class AdaptiveTask(Task):
 
         values = self.model_values | self.provisional_vocabulary()
         config = self._config(values)
+        self._check_memory(config)
         layers = config.num_hidden_layers
         if not isinstance(config.control, list) and not isinstance(config.num_key_value_heads, list):
             layers = 1
         AdaptiveLM(
             self._config(values | {"vocab_size": 2, "cutoffs": (), "intermediate_size": 1, "num_hidden_layers": layers})
         )
+
+    def _check_memory(self, config: AdaptiveLMConfig) -> None:
+        """Refuse sizes that cannot be held: of the model, with its gradients, or of what a batch leaves for them."""
+        layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+        words = self.words() * config.hidden_size
+        weights = 2 * (config.num_hidden_layers * layer + words)
+        check_fits("the weights of this model and their gradients", weights * FLOAT)
+        tokens = self.training_values.get("per_device_train_batch_size", 8) * self.length()
+        kept = tokens * config.hidden_size * config.num_hidden_layers
+        check_fits(f"a batch of {tokens} tokens in this model", kept * FLOAT)
+
+    @abstractmethod
+    def length(self) -> int:
+        """The tokens of a sequence."""
+
+    def words(self) -> int:
+        """The words of the vocabulary, where they are known without the data."""
+        return 0
 
     def provisional_vocabulary(self) -> dict[str, Any]:
         """vocab_size and cutoffs for a config before the data is opened."""
@@ -50,18 +72,22 @@ class AdaptiveTask(Task):
 
     def build_model(self, start: Path | None) -> PreTrainedModel:
         from abc_attn.hf import AdaptiveLM, AdaptiveLMConfig
+        from abc_attn.models.saved import damaged
 
         config = self._config(self.model_values | self.vocabulary())
         if start is None:
             return AdaptiveLM(config)
-        theirs = AdaptiveLMConfig.from_pretrained(start)
+        saved_model(start)
+        with damaged(f"{start} does not hold an AdaptiveLM"):
+            theirs = AdaptiveLMConfig.from_pretrained(start)
         for name in _SHAPE:
             mine, other = _plain(getattr(config, name)), _plain(getattr(theirs, name))
             if mine != other:
                 raise ValueError(
                     f"init_from={self.settings.init_from!r} has {name}={other}, this recipe {mine}: they must agree"
                 )
-        return AdaptiveLM.from_pretrained(start, config=config)
+        with damaged(f"{start} does not hold a whole AdaptiveLM"):
+            return AdaptiveLM.from_pretrained(start, config=config, allow_new_controls=True)
 
     def load_model(self, folder: Path) -> PreTrainedModel:
         from abc_attn.hf import AdaptiveLM

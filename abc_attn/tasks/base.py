@@ -57,11 +57,11 @@ class Settings:
             if (minimum := about["minimum"]) is not None:
                 check_whole_number(known.name, value, minimum)
             elif about["choices"] and value not in about["choices"]:
-                raise ValueError(f"{known.name} must be one of {', '.join(about['choices'])}, got {value!r}")
+                raise ValueError(f"{known.name} must be one of {', '.join(about['choices'])}, got {value!r:.100}")
             elif isinstance(known.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{known.name} must be true or false, got {value!r}")
+                raise ValueError(f"{known.name} must be true or false, got {value!r:.100}")
             elif not isinstance(known.default, bool) and not isinstance(value, str):
-                raise ValueError(f"{known.name} must be text, got {value!r}")
+                raise ValueError(f"{known.name} must be text, got {value!r:.100}")
 
     @classmethod
     def names(cls, about: str | None = None) -> set[str]:
@@ -81,7 +81,9 @@ class Settings:
 def check_whole_number(name: str, value: Any, minimum: int) -> None:
     """Refuses a value of recipe key `name` that is not a whole number from `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be a whole number from {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be a whole number from {minimum}, got {value!r:.100}")
+    if value >= 2**31:
+        raise ValueError(f"{name} must be a whole number from {minimum} to {2**31 - 1}, got {value!r:.100}")
 
 
 class TrainingSet(NamedTuple):

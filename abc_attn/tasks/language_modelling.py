@@ -55,6 +55,9 @@ class LanguageModelling(AdaptiveTask):
         check_tokenizer(self.settings.tokenizer, self.model_values.get("vocab_size"))
         self._source()
 
+    def length(self) -> int:
+        return self.settings.block_size
+
     def provisional_vocabulary(self) -> dict[str, Any]:
         return {"vocab_size": self.model_values.get("vocab_size", 10**9)}
 

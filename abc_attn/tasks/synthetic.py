@@ -42,6 +42,12 @@ class Synthetic(AdaptiveTask):
         if unknown := sorted(set(names) - {"accuracy"}):
             raise ValueError(f"no score {unknown[0]!r}: there is accuracy")
 
+    def length(self) -> int:
+        return 4 * self.settings.items  # at most: a pair, and again
+
+    def words(self) -> int:
+        return self.vocab_size
+
     def provisional_vocabulary(self) -> dict[str, Any]:
         return self.vocabulary()
 

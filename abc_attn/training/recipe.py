@@ -10,14 +10,16 @@ import difflib
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
+import torch
 from transformers import TrainingArguments
 
 from abc_attn import recipes
 from abc_attn.recipes.reading import parse_value, read_recipe
 from abc_attn.tasks import DEFAULT, TASKS, Task, get_task
-from abc_attn.tasks.base import Settings, check_whole_number
+from abc_attn.tasks.base import Settings
+from abc_attn.training.values import check_model_values, check_training_values
 
 __all__ = ["Recipe", "load_recipe", "parse_value"]
 
@@ -38,11 +40,6 @@ _FIXED = {
 }
 # May change between a run and its continuation, beside what the task's settings call a place.
 _HARMLESS = {"output_dir", "report_to", "save_total_limit", "logging_dir"}
-_WHOLE_NUMBERS = {
-    "max_steps": 1, "logging_steps": 1, "save_steps": 1, "eval_steps": 1, "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 0, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "hidden_size": 1, "intermediate_size": 1, "vocab_size": 1,
-}  # fmt: skip
 _OF_TRAINING = {known.name for known in fields(TrainingArguments) if known.init} - _FIXED.keys()
 
 
@@ -77,12 +74,13 @@ class Recipe:
         training = self.training()
         if "max_steps" not in training:
             raise ValueError("a recipe needs max_steps, the number of updates")
-        for name, value in (self.model() | training).items():
-            if name in _WHOLE_NUMBERS and value is not None:
-                check_whole_number(name, value, _WHOLE_NUMBERS[name])
-        rate = training.get("learning_rate", 1.0)
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
-            raise ValueError(f"learning_rate must be a number above 0, got {rate!r}")
+        check_training_values(get_type_hints(TrainingArguments), training)
+        check_model_values(get_type_hints(self.task.config_class(), localns={"torch": torch}), self.model())
+        if not training.get("output_dir"):
+            raise ValueError(f"output_dir must name a folder, got {training.get('output_dir')!r}")
+        sizes = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+        if math.prod(training.get(name, 8) for name in sizes) >= 2**62:
+            raise ValueError(f"{', '.join(sizes)}: their product is the number of sequences, and must be below 2**62")
         if training["save_steps"] % training["logging_steps"]:
             raise ValueError(
                 f"save_steps={training['save_steps']} must be a multiple of logging_steps={training['logging_steps']}: "
@@ -131,10 +129,14 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
             raise ValueError(f"{path}: a recipe cannot choose {key}: {reasons[key]}")
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}; {_hint(key, known)}")
-    inside = path.is_relative_to(recipes.ROOT)
-    name = path.relative_to(recipes.ROOT).with_suffix("") if inside else Path(path.resolve().parent.name, path.stem)
-    values.setdefault("output_dir", str("runs" / name))
-    return Recipe(name.as_posix(), values)
+    values.setdefault("output_dir", str("runs" / _name(path.resolve())))
+    return Recipe(_name(path.resolve()).as_posix(), values)
+
+
+def _name(path: Path) -> Path:
+    """table/scale/row of a recipe in a table's folder, wherever that is; folder/file of any other."""
+    in_table = path.parent.name in recipes.SCALES and (path.parent.parent / "table.yaml").is_file()
+    return Path(*path.with_suffix("").parts[-3 if in_table else -2 :])
 
 
 def _hint(key: str, known: set[str]) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as hf_logging
 
-from abc_attn.files import write_whole
+from abc_attn.files import FolderLock, write_whole
+from abc_attn.paths import json_object
 from abc_attn.provenance import commit, cpu
 from abc_attn.tasks import Task
+from abc_attn.training.checkpoints import last_whole_checkpoint
 from abc_attn.training.recipe import Recipe
 from abc_attn.training.trainer import METRICS, PARTIAL, Report, RunTrainer, read_metrics
 
@@ -38,7 +39,11 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     Returns what trains.
     """
     folder = Path(recipe.values["output_dir"])
-    args = TrainingArguments(**_arguments(recipe))
+    try:
+        args = TrainingArguments(**_arguments(recipe))
+        args.get_process_log_level()
+    except Exception as error:  # whatever it raises, it is about these values
+        raise ValueError(f"transformers' TrainingArguments: {type(error).__name__}: {error}") from error
     if args.n_gpu > 1:
         raise ValueError(
             f"one process is to train on {args.n_gpu} GPUs: start one for each with torchrun --nproc_per_node "
@@ -51,18 +56,26 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
         if args.process_index == 0:
             print(f"{folder} holds this run, finished after {done['steps']} steps: nothing to do", file=sys.stderr)
         return lambda: done
-    checkpoint = _last_checkpoint(folder, recipe, resume)
+    started = _started(folder, recipe, resume)
     task = recipe.make_task()
     task.check()
     start = None if recipe.settings.init_from is None else trained_model(recipe.settings.init_from, folder)
     if args.process_index == 0:
         folder.mkdir(parents=True, exist_ok=True)  # now: that it cannot be made is said before the data is read
+    lock = FolderLock(folder) if args.process_index == 0 else None
+    checkpoint = None if started is None else _last_checkpoint(folder, args.process_index == 0)
     run = _Run(recipe, task, start, folder, args)
-    if checkpoint is not None:
-        recorded = json.loads((folder / STARTED).read_text(encoding="utf-8"))["corpus"]
-        if recorded != task.fingerprint:
-            raise ValueError(f"the run in {folder} was started with another text; give another output_dir")
-    return lambda: run.train(checkpoint)
+    if checkpoint is not None and started is not None and started["corpus"] != task.fingerprint:
+        raise ValueError(f"the run in {folder} was started with another text; give another output_dir")
+
+    def train() -> dict[str, Any]:
+        try:
+            return run.train(checkpoint)
+        finally:
+            if lock is not None:
+                lock.release()
+
+    return train
 
 
 class _Run:
@@ -166,20 +179,47 @@ def _finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     if not (folder / FINISHED).is_file():
         return None
     _same_run(folder, recipe)
-    return dict(json.loads((folder / FINISHED).read_text(encoding="utf-8")))
+    hint = f"remove it and resume: what is left of the run in {folder} is used"
+    return _record(folder / FINISHED, {"steps": int, "validation": dict}, hint)
 
 
-def _last_checkpoint(folder: Path, recipe: Recipe, resume: bool) -> str | None:
+def _started(folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+    """What run.json says of a run that is to be resumed."""
     if not (folder / STARTED).is_file():
         return None
     if not resume:
         raise ValueError(f"{folder} holds a run that was not finished: go on with --resume, or give another output_dir")
-    _same_run(folder, recipe)
-    return get_last_checkpoint(str(folder))
+    return _same_run(folder, recipe)
 
 
-def _same_run(folder: Path, recipe: Recipe) -> None:
-    recorded = json.loads((folder / STARTED).read_text(encoding="utf-8"))["values"]
+def _last_checkpoint(folder: Path, say: bool) -> str | None:
+    checkpoint, damaged = last_whole_checkpoint(folder)
+    for damage in damaged if say else ():
+        assert checkpoint is not None
+        print(f"abc-attn: {damage}; going on from {checkpoint.name} before it", file=sys.stderr)
+    return None if checkpoint is None else str(checkpoint)
+
+
+def _record(file: Path, needed: dict[str, type], hint: str) -> dict[str, Any]:
+    """The record in a JSON file of a run."""
+    try:
+        found = json_object(file)
+        wrong = [key for key, kind in needed.items() if not isinstance(found.get(key), kind)]
+        if wrong:
+            raise ValueError(f"{file} is damaged: it has no {wrong[0]!r}")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; {hint}") from None
+    return found
+
+
+def _same_run(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """run.json, if it is of a run with the values of this recipe."""
+    hint = f"to start anew, give another output_dir or remove {folder}"
+    started = _record(folder / STARTED, {"values": dict}, hint)
+    if "corpus" not in started:
+        raise ValueError(f"{folder / STARTED} is damaged: it has no 'corpus'; {hint}")
+    recorded = started["values"]
     if different := recipe.differences(recorded):
         shown = ", ".join(f"{key} ({recorded.get(key)} there, {recipe.values.get(key)} here)" for key in different)
         raise ValueError(f"{folder} holds another run, with other values of {shown}; give another output_dir")
+    return started

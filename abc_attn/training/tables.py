@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from abc_attn.recipes.table import Table
 from abc_attn.report import write_page
+from abc_attn.report.plots import check_plot
 from abc_attn.report.runs import RUNS, add_run, read_runs
 from abc_attn.tasks import get_task
 from abc_attn.training.recipe import Recipe, load_recipe
@@ -83,6 +84,8 @@ def plan(
     for row in rows or known:
         for seed in seeds:
             add(row, seed)
+    if shown.plot:
+        check_plot(shown)
     return list(plans.values())
 
 

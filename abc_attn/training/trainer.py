@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from abc_attn.files import write_whole
 from abc_attn.hf.trainer import Trainer
+from abc_attn.training.checkpoints import publish
 
 METRICS = "metrics.jsonl"
 PARTIAL = ".partial"  # what is not whole yet
@@ -75,16 +76,6 @@ class RunTrainer(Trainer):
         super()._save(output_dir, state_dict)
         # A pickle that nobody should load; run.json says the same in plain text.
         Path(output_dir or str(self.args.output_dir), "training_args.bin").unlink(missing_ok=True)
-
-
-def publish(partial: Path, final: Path) -> None:
-    """Give a folder its name, once what is in it has reached the disk."""
-    for file in partial.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
 
 
 class Report(TrainerCallback):
@@ -162,15 +153,19 @@ class Report(TrainerCallback):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a kill has cut is left out."""
+    """The records of a metrics.jsonl, up to one that is damaged: a kill may have cut the last line."""
     if not path.is_file():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    records: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        numbers = [record.get("step"), record.get("seconds", 0)] if isinstance(record, dict) else [None]
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            break
+        records.append(record)
     return records
 
 
