@@ -277,14 +277,10 @@ class BoundedAttention(MemoryAttention):
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         context_dim = embed_dim if context_dim is None else context_dim
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "context_dim": context_dim,
-        }
-        for name, size in sizes.items():
-            at_least(1, **{name: size})
+        at_least(1, embed_dim=embed_dim)
+        at_least(1, num_heads=num_heads)
+        at_least(1, num_kv_heads=num_kv_heads)
+        at_least(1, context_dim=context_dim)
         if embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, got num_heads={num_heads} and embed_dim={embed_dim}")
         if num_heads % num_kv_heads:
@@ -305,20 +301,20 @@ class BoundedAttention(MemoryAttention):
             backend=backend,
         )
         self.embed_dim, self.context_dim = embed_dim, context_dim
-        site: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "embed_dim": context_dim,
             "num_heads": num_kv_heads,
             "head_dim": self.head_dim,
             "causal": causal,
         }
         if isinstance(control, Control):
-            self._check_shared(control, slots, site, control_options)
+            self._check_shared(control, slots, sizes, control_options)
             self.control = control
         else:
             packs = isinstance(control, str) and CONTROLS.get(control.partition(":")[0], Control).packs
             if packs and context_dim != embed_dim:  # P is the queries' side's, like what the next layer gets of it
                 control_options = {"packed_dim": embed_dim} | control_options
-            self.control = make_control(control, slots, **site, **control_options)
+            self.control = make_control(control, slots, **sizes, **control_options)
         self.describe_states()
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(context_dim, num_kv_heads * self.head_dim, bias=bias)
@@ -413,12 +409,14 @@ class BoundedAttention(MemoryAttention):
                 raise ValueError("below= starts a memory; a state has started its own. Give one of them")
         return source
 
-    def _check_shared(self, control: Control, slots: int | None, site: dict[str, Any], options: dict[str, Any]) -> None:
+    def _check_shared(
+        self, control: Control, slots: int | None, sizes: dict[str, Any], options: dict[str, Any]
+    ) -> None:
         if options:
             raise TypeError(f"options go to a control built here, not to one passed in: {', '.join(options)}")
         if slots not in (None, control.slots):
             raise ValueError(f"slots={slots} contradicts the control passed in, which has {control.slots}")
-        for name, needed in site.items():
+        for name, needed in sizes.items():
             if getattr(control, name) != needed:
                 raise ValueError(
                     f"the control passed in has {name}={getattr(control, name)}, this attention needs {name}={needed}"

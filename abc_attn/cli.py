@@ -230,10 +230,14 @@ def add_evaluate(parser: Parser) -> None:
     parser.add_argument("--task", choices=("perplexity",), default="perplexity", help="what to measure")
     parser.add_argument("--file", type=Path, required=True, help="a text file, UTF-8")
     parser.add_argument(
-        "--context",
+        "--window",
         type=whole_number(2),
-        help="read windows of this many tokens, each from an empty memory (default: one stream; for a model whose "
-        "memory grows or whose positions end, windows of as many tokens as it has positions)",
+        help="read windows of this many tokens, each from an empty memory; three quarters of a window are context "
+        "(default: one stream; for a model whose memory grows or whose positions end, windows of as many tokens as it "
+        "has positions)",
+    )
+    parser.add_argument(
+        "--context", dest="window", type=whole_number(2), default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     parser.add_argument("--tokens", type=whole_number(1), help="only the first tokens of the text (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON for other programs")

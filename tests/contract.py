@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn import CONTROLS, BoundedAttention, State, attention, core
-from abc_attn.kernels import BACKENDS, native
+from abc_attn.kernels import BACKENDS, describe_backends, native
 
 SLOTS = (1, 5, 8, 64)
 EMBED, HEADS, KV_HEADS = 16, 4, 2  # head_dim 4
@@ -279,7 +279,7 @@ def judge(found: Results, expected: Expected, form: Form, where: str) -> None:
 
 # One rounding of what the kernel is given
 
-DOORS = ("scan", "mean_attention", "write", "read", "banded")  # by which abc_attn.attention reaches the kernels
+KERNELS = ("scan", "mean_attention", "write", "read", "banded")  # by which abc_attn.attention reaches the kernels
 
 
 class _Rounded(torch.autograd.Function):
@@ -313,8 +313,8 @@ def rounded(unit: float, seed: int) -> Iterator[None]:
 
     linear, forward = nn.Linear.forward, BoundedAttention.forward
     with pytest.MonkeyPatch.context() as patch:
-        for door in DOORS:
-            patch.setattr(attention, door, inexact(getattr(attention, door)))
+        for name in KERNELS:
+            patch.setattr(attention, name, inexact(getattr(attention, name)))
         for module in [module for name, module in sys.modules.items() if name.startswith("abc_attn.")]:
             if getattr(module, "divide", None) is core.divide and module is not core:
                 patch.setattr(module, "divide", inexact(core.divide))
@@ -358,30 +358,39 @@ class Form(NamedTuple):
         return f"{self.backend}-{self.width or ('fp64' if self.dtype == torch.float64 else 'fp32')}"
 
 
-def _forms() -> list[Form]:
+def forms() -> list[Form]:
+    """fp64 in torch; and each registered backend in fp32, the native one in each of its vector widths."""
     found = [Form("torch", torch.float64)]
     for name in BACKENDS:
-        if name == "native":
-            found += [Form("native", width=width) for width in WIDTHS] or [Form("native")]
-        elif name not in ("auto", "reference"):
-            found.append(Form(name))
+        if name != "reference":  # with which the others are compared
+            found += [Form(name, width=width) for width in WIDTHS if name == "native"] or [Form(name)]
     return found
 
 
-FORMS = _forms()
+FORMS = forms()
 _QUICK = [Form("torch", torch.float64), *(Form("native", width=width) for width in WIDTHS[:1])]
+
+
+def skipped_if_unavailable(backend: str) -> list[pytest.MarkDecorator]:
+    """The marks of a test that needs this backend."""
+    reasons = {name: text for name, available, text in describe_backends() if not available}
+    return [pytest.mark.skip(reason=reasons[backend])] if backend in reasons else []
+
+
+def each_backend(*names: str) -> list[Any]:
+    """For pytest: the backends of the registry, or these; those that cannot be used here are skipped."""
+    return [pytest.param(name, id=name, marks=skipped_if_unavailable(name)) for name in names or BACKENDS]
 
 
 def as_parameters(forms: list[Form]) -> list[Any]:
     """For pytest: `make test-quick` takes two of them."""
-    missing = pytest.mark.skip(reason=str(native.unavailable()))
     return [
         pytest.param(
             form,
             id=str(form),
             marks=[
                 *([] if form in _QUICK else [pytest.mark.thorough]),
-                *([missing] if form == Form("native") else []),
+                *skipped_if_unavailable(form.backend),
             ],
         )
         for form in forms

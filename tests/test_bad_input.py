@@ -53,8 +53,8 @@ def state_of(control: str = "mlp:4", b: int = B, context: torch.Tensor | None = 
 
 
 def control(name: str = "mlp:4", **options) -> Control:
-    site = {"embed_dim": EMBED, "num_heads": H, "causal": True}
-    return make_control(name, **site | options)
+    sizes = {"embed_dim": EMBED, "num_heads": H, "causal": True}
+    return make_control(name, **sizes | options)
 
 
 def parametrised(cases: dict):

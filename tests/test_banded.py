@@ -91,10 +91,10 @@ def test_a_subclass_may_decide_otherwise(calls):
         def decide(self, position, count, like):
             return super().decide(position * 0, count, like)
 
-    site = {"embed_dim": 8, "num_heads": 2, "head_dim": 4, "causal": True}
+    sizes = {"embed_dim": 8, "num_heads": 2, "head_dim": 4, "causal": True}
     x = torch.randn(1, 6, 8)
-    attention = BoundedAttention(8, 2, Last(3, **site), causal=True)
-    last = BoundedAttention(8, 2, make_control("window:1", **site), causal=True)
+    attention = BoundedAttention(8, 2, Last(3, **sizes), causal=True)
+    last = BoundedAttention(8, 2, make_control("window:1", **sizes), causal=True)
     last.load_state_dict(attention.state_dict())
     assert error(attention(x), last(x)) <= 1e-6
     assert len(calls) == 1
@@ -152,10 +152,10 @@ def test_states_are_exchanged_with_the_loop_in_mid_sequence(case, block):
     expected, end = loop(x, key_padding_mask=padding, return_state=True)
     for offset in (0, 1):
         parts, state = [], None
-        pieces = zip(x.tensor_split([7, 8, 19, 20, 21], 1), padding.tensor_split([7, 8, 19, 20, 21], 1), strict=True)
-        for i, (piece, mask) in enumerate(pieces):
+        stretches = zip(x.tensor_split([7, 8, 19, 20, 21], 1), padding.tensor_split([7, 8, 19, 20, 21], 1), strict=True)
+        for i, (stretch, mask) in enumerate(stretches):
             part, state = (loop, attention)[(i + offset) % 2](
-                piece, key_padding_mask=mask, state=state, return_state=True
+                stretch, key_padding_mask=mask, state=state, return_state=True
             )
             parts.append(part)
         assert error(torch.cat(parts, 1), expected) <= 1e-12
@@ -182,13 +182,13 @@ def test_steps_in_place_are_the_loop(case, n, mode):
     attention.in_place = True
     with mode():
         x, expected, state, memory = tokens(3, 25), None, None, None
-        for piece in torch.arange(25).split([1] * 6 + [5] + [1] * 14):
-            mask = padding[:, piece] if padding[:, piece].any() else None
-            old, expected = loop(x[:, piece], key_padding_mask=mask, state=expected, return_state=True)
-            new, state = attention(x[:, piece], key_padding_mask=mask, state=state, return_state=True)
+        for stretch in torch.arange(25).split([1] * 6 + [5] + [1] * 14):
+            mask = padding[:, stretch] if padding[:, stretch].any() else None
+            old, expected = loop(x[:, stretch], key_padding_mask=mask, state=expected, return_state=True)
+            new, state = attention(x[:, stretch], key_padding_mask=mask, state=state, return_state=True)
             assert error(new, old) <= 1e-12
             assert_same_state(state, expected, 1e-12)
-            assert len(piece) > 1 or memory in (None, state.memory.k.data_ptr())
+            assert len(stretch) > 1 or memory in (None, state.memory.k.data_ptr())
             memory = state.memory.k.data_ptr()
 
 
@@ -213,17 +213,19 @@ def by_two_queries(q, to_sinks, k, v, sinks, window):
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(2, 5), (4, 1), (6, 6)])
-@pytest.mark.parametrize("pieces", [[30], [1] * 30, [3, 1, 12, 1, 1, 12]])
+@pytest.mark.parametrize("stretches", [[30], [1] * 30, [3, 1, 12, 1, 1, 12]])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_sinks_may_have_a_query_of_their_own(sinks, window, pieces, in_place, block):
+def test_sinks_may_have_a_query_of_their_own(sinks, window, stretches, in_place, block):
     q, to_sinks, k, v = (torch.randn(2, heads, 30, 4, dtype=torch.float64) for heads in (4, 4, 2, 2))
     expected = by_two_queries(q, to_sinks, k, v, sinks, window)
     options = {"reading": Reading(scale=0.3), "control": "", "in_place": in_place}
     state, out = None, []
     with torch.no_grad():
-        for piece in torch.arange(30).split(pieces):
-            part = [x[:, :, piece] for x in (q, k, v)]
-            found, state = banded.banded(*part, Band(sinks, window), state, to_sinks=to_sinks[:, :, piece], **options)
+        for stretch in torch.arange(30).split(stretches):
+            given = [x[:, :, stretch] for x in (q, k, v)]
+            found, state = banded.banded(
+                *given, Band(sinks, window), state, to_sinks=to_sinks[:, :, stretch], **options
+            )
             out.append(found)
     assert error(torch.cat(out, 2), expected) <= 1e-12
 

@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
+def small_blocks(monkeypatch):
     monkeypatch.setattr(MODULE, "CHUNK", 8)
     monkeypatch.setattr(MODULE, "AT_A_TIME", 6)
 

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from contract import Form, as_parameters, each_backend, forms
 
 from abc_attn import BoundedAttention, Write, scan
 from abc_attn.kernels import BACKENDS, describe_backends
@@ -64,3 +65,17 @@ def test_an_unavailable_backend_says_why(monkeypatch):
     with pytest.raises(ValueError, match="'torch' is unavailable: a test"):
         scan(*inputs(3), backend="torch")
     assert ("torch", False, "a test") in describe_backends()
+
+
+def test_a_registered_backend_is_held_to_the_contract(dummy, monkeypatch):
+    """By being registered; where it is unavailable its cases are skipped, with the reason."""
+    assert Form("dummy") in forms()
+    assert not any(mark.name == "skip" for mark in marks("dummy"))
+    monkeypatch.setattr(BACKENDS["dummy"], "unavailable", lambda: "no such machine", raising=False)
+    assert [mark.kwargs["reason"] for mark in marks("dummy") if mark.name == "skip"] == ["no such machine"] * 2
+
+
+def marks(backend: str) -> list[pytest.Mark]:
+    """Of its parameters in the contract and in the tests of each backend."""
+    parameters = [*as_parameters([Form(backend)]), *each_backend(backend)]
+    return [mark.mark if hasattr(mark, "mark") else mark for each in parameters for mark in each.marks]

@@ -51,7 +51,9 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     assert shown.err.endswith("bytes, whatever the length\n")
     model = transformers.AutoModelForCausalLM.from_pretrained(bounded)
     ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
-    for options, given in (([], {}), (["--context", "20"], {"window": 20, "context": 15})):
+    windows = {"window": 20, "context": 15}
+    # --context was the name of --window.
+    for options, given in (([], {}), (["--window", "20"], windows), (["--context", "20"], windows)):
         expected = perplexity(token_nll(model, ids, **given))
         assert main(["evaluate", str(bounded), "--file", text, "--json", *options]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -85,7 +87,7 @@ def test_positions_that_end(cls, end, tmp_path, capsys):
     expected = perplexity(token_nll(model, ids, window=end, context=end - end // 4))
     assert main(["evaluate", str(folder), "--file", str(tmp_path / "text.txt"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["perplexity"] == pytest.approx(expected)
-    assert main(["evaluate", str(folder), "--file", str(tmp_path / "text.txt"), "--context", str(end + 1)]) == 2
+    assert main(["evaluate", str(folder), "--file", str(tmp_path / "text.txt"), "--window", str(end + 1)]) == 2
     assert f"end after {end} tokens" in capsys.readouterr().err
     assert main(["generate", str(folder), "--prompt", "w5 w9 w20", "--tokens", str(end - 2)]) == 0
     assert f"{end - 2} written" in capsys.readouterr().err

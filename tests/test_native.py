@@ -14,7 +14,7 @@ from contract import WIDTHS, error, gradient_error, vector_width
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
 from abc_attn.core import Reading
 from abc_attn.kernels.door import Declined
-from abc_attn.kernels.native import LIBRARY, _forward, _load, _parts, mean_step, rotate
+from abc_attn.kernels.native import LIBRARY, _forward, _load, _shards, mean_step, rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -73,13 +73,13 @@ def test_sizes(sizes):
 @pytest.mark.parametrize(("sizes", "sharp"), [({"n": 3}, 4), ({"g": 2, "n": 20, "e": 64}, 20)], ids=str)
 @pytest.mark.parametrize("t", [5, 41, 300])
 def test_decays_that_cut_chunks_anywhere(t, sizes, sharp):
-    """Now and then a token takes most of a slot's place: what can be computed as one piece ends wherever that is."""
+    """Now and then a token takes most of a slot's place: what can be computed as one chunk ends wherever that is."""
     q, k, v, logits = inputs(t=t, **sizes)
     logits[..., 3:] -= 2  # three slots are written over and over
     alpha = (sharp * logits).softmax(-1).clamp(max=0.99)
     alpha[:, :, 3] = 0.0
     log_decay = torch.log1p(-alpha)
-    if t > 16:  # far below what one piece may hold (-16), yet not at every token
+    if t > 16:  # far below what one chunk may hold (-16), yet not at every token
         assert log_decay[:, :, 1:16].sum(2).amin() < -20
 
     def decayed(backend, dtype):
@@ -202,8 +202,8 @@ def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
 
 def test_strides_do_not_matter():
     tensors = inputs()
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]  # as heads come out of a projection
-    assert_close(outcome("native", torch.float32, turned), outcome("native", torch.float32, tensors), tolerance=0.0)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]  # as heads come out of a projection
+    assert_close(outcome("native", torch.float32, transposed), outcome("native", torch.float32, tensors), tolerance=0.0)
 
 
 def test_bf16_in_and_out():
@@ -277,7 +277,7 @@ def test_fewer_rows_than_threads(sizes, causal):
     expected = outcome("reference", torch.float64, tensors, causal=causal)
     torch.set_num_threads(4)
     try:
-        assert _parts(1, sizes["n"]) == min(4, sizes["n"] // 16)
+        assert _shards(1, sizes["n"]) == min(4, sizes["n"] // 16)
         in_every_width(lambda: outcome("native", torch.float32, tensors, causal=causal), expected)
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import WIDTHS, error, gradient_error, gradients, vector_width
+from contract import WIDTHS, each_backend, error, gradient_error, gradients, vector_width
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,7 @@ from abc_attn.core import Reading
 from abc_attn.kernels import BACKENDS
 
 PACKAGE = Path(normaliser.__file__).parent
-EACH = [name for name in BACKENDS if name != "native"] + [f"native-{width}" for width in WIDTHS]
+EACH = [*each_backend(*(name for name in BACKENDS if name != "native")), *(f"native-{width}" for width in WIDTHS)]
 with_each = pytest.mark.parametrize("backend", EACH, indirect=True)
 B, H, N, D = 1, 2, 3, 4
 

@@ -5,12 +5,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
-from contract import error
+from contract import each_backend, error
 
 from abc_attn import Memory, Write, mlp_attention, scan
-from abc_attn.kernels import BACKENDS
 
-EACH = [*BACKENDS]
 pytestmark = pytest.mark.oracle
 B, HEADS, GROUPS, T, N, D, E = 2, 3, 2, 70, 5, 8, 6
 
@@ -33,7 +31,7 @@ def gradients(out, wrt):
     return torch.autograd.grad((out * torch.linspace(-1, 1, E)).sum(), wrt)
 
 
-@pytest.mark.parametrize("backend", EACH)
+@pytest.mark.parametrize("backend", each_backend())
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_mlp_attention_is_naive_recurrent_abc(naive, backend, scale):
     q, k, v, logits = inputs(D, D, E, N)
@@ -51,7 +49,7 @@ def test_mlp_attention_is_naive_cumsum_abc(naive):
     assert error(mlp_attention(q, k, v, logits)[0], naive.naive_cumsum_abc(q, k, v, logits)[0]) < 1e-5
 
 
-@pytest.mark.parametrize("backend", EACH)
+@pytest.mark.parametrize("backend", each_backend())
 def test_scan_is_the_same_recurrence_with_given_gates_from_a_given_state(naive, backend):
     """Grouped heads too: every key head serves GROUPS query heads."""
     k, v, phi, gate = inputs(D, E, N, N)

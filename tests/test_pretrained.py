@@ -122,7 +122,7 @@ def test_a_stream_is_as_good_as_reading_512_tokens_anew(smollm2):
 
 @torch.no_grad()
 def scored(model, inputs, tokens, cache, each=lambda: None):
-    """-log p of tokens, read in pieces of 500; `each` is called after every piece."""
+    """-log p of tokens, read 500 at a time; `each` is called after every 500."""
     nll = []
     for read, expected in zip(inputs.split(500), tokens.split(500), strict=True):
         logits = model(read[None], past_key_values=cache, use_cache=True).logits[0]
@@ -136,13 +136,13 @@ def in_turn(model, inputs, tokens, before, repetitions=5):
 
     `before` is the state that the last 1,000 are read from.
     """
-    pieces = {"first": (slice(0, 1000), BoundedCache()), "last": (slice(-1000, None), before)}
-    seconds = {name: [] for name in pieces}
+    stretches = {"first": (slice(0, 1000), BoundedCache()), "last": (slice(-1000, None), before)}
+    seconds = {name: [] for name in stretches}
     for _ in range(repetitions):
-        for name, (part, state) in pieces.items():
+        for name, (stretch, state) in stretches.items():
             cache = copy.deepcopy(state)
             started = time.perf_counter()
-            scored(model, inputs[part], tokens[part], cache)
+            scored(model, inputs[stretch], tokens[stretch], cache)
             seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 

@@ -89,8 +89,8 @@ def test_a_subclass_keeps_the_options_it_passes_on():
 
     class Alone(Half):
         def __init__(self, slots, *, embed_dim, num_heads, head_dim, causal):
-            site = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
-            super().__init__(slots, ratio=2, **site)
+            sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "head_dim": head_dim, "causal": causal}
+            super().__init__(slots, ratio=2, **sizes)
 
     class GatedMean(MLP):
         def __init__(self, slots, *, extra=1, **rest):
@@ -100,8 +100,8 @@ def test_a_subclass_keeps_the_options_it_passes_on():
     assert Half.options() == Named.options() == {"ratio": None, "half": True, "gate": False}
     assert Alone.options() == {"gate": False}
     assert GatedMean.options() == {**MLP.options(), "extra": 1}
-    site = {"embed_dim": 8, "num_heads": 2, "head_dim": 4}
-    assert Named(3, ratio=2, half=False, **site).describe() == "Named:3(ratio=2, half=False)"  # not its parent's name
+    sizes = {"embed_dim": 8, "num_heads": 2, "head_dim": 4}
+    assert Named(3, ratio=2, half=False, **sizes).describe() == "Named:3(ratio=2, half=False)"  # not its parent's name
     CONTROLS["gated-mean"] = GatedMean
     try:
         made = make_control("gated-mean:4", gate=True, causal=True, embed_dim=8, num_heads=2)

@@ -111,7 +111,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measure the perplexity of a text, per token and per word: as one stream in constant memory, or in windows of
-    --context tokens."""
+    --window tokens."""
     folder, file = arguments.model, arguments.file
     with explained():
         saved = paths.saved_model(folder)
@@ -122,7 +122,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         model, tokenizer = _load(folder)
         if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "AdaptiveLM")):
             raise CommandError(f"{folder} holds a {type(model).__name__}; perplexity needs a causal language model")
-        found = score_text(model, tokenizer, text, window=arguments.context, tokens=arguments.tokens)
+        found = score_text(model, tokenizer, text, window=arguments.window, tokens=arguments.tokens)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return

@@ -61,18 +61,18 @@ class Settings:
 class Vocabulary:
     """Frequent words and runs of spaces are one token each; anything rarer is spelled in characters."""
 
-    _pieces = re.compile(r" ?\w+|\s+|[^\w\s]")
+    _words = re.compile(r" ?\w+|\s+|[^\w\s]")
 
     def __init__(self, text: str, size: int) -> None:
         characters = sorted(set(text))
-        words = [word for word, _ in Counter(self._pieces.findall(text)).most_common() if len(word) > 1]
+        words = [word for word, _ in Counter(self._words.findall(text)).most_common() if len(word) > 1]
         self.tokens = characters + words[: size - len(characters)]
         self._index = {token: i for i, token in enumerate(self.tokens)}
 
     def encode(self, text: str) -> Tensor:
         """The tokens of a text, int64 t."""
-        pieces = (([piece] if piece in self._index else piece) for piece in self._pieces.findall(text))
-        return torch.tensor([self._index[token] for piece in pieces for token in piece])
+        words = (([word] if word in self._index else word) for word in self._words.findall(text))
+        return torch.tensor([self._index[token] for word in words for token in word])
 
     def decode(self, tokens: Tensor) -> str:
         """The text of tokens t."""

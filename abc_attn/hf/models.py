@@ -110,17 +110,17 @@ class BoundedModel(Stateful):
         for site, found in places.items():
             for index, (parent, name, adapter) in enumerate(found):
                 original = getattr(parent, name)
-                sizes = adapter.sizes(original)
-                shape = {"embed_dim": adapter.width(original), "num_heads": sizes["num_kv_heads"]}
-                shape |= {"head_dim": sizes["head_dim"], "causal": site == "self"}
+                own = adapter.sizes(original)
+                sizes = {"embed_dim": adapter.width(original), "num_heads": own["num_kv_heads"]}
+                sizes |= {"head_dim": own["head_dim"], "causal": site == "self"}
                 key = site if config.tie_control else f"{site}_{index}"
                 if site not in chosen or (config.layers is not None and index not in config.layers):
-                    control = make_control("softmax", **shape)
+                    control = make_control("softmax", **sizes)
                 elif key in self.controls:
                     control = self.controls[key]  # type: ignore[assignment]
                 else:
                     weight = next(original.parameters())
-                    control = self._make_control(site, shape).to(weight.device, weight.dtype)
+                    control = self._make_control(site, sizes).to(weight.device, weight.dtype)
                     self.controls[key] = control
                 used.append(control)
                 setattr(parent, name, adapter(original, control, index, len(found)))
@@ -136,11 +136,11 @@ class BoundedModel(Stateful):
         config: Any = self.config
         return config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
 
-    def _make_control(self, site: str, shape: dict[str, Any]) -> Control:
+    def _make_control(self, site: str, sizes: dict[str, Any]) -> Control:
         config: Any = self.config
         slots = config.slots[site] if isinstance(config.slots, dict) else config.slots
         with torch.device("cpu"):  # never on the meta device, where random directions cannot be drawn from a seed
-            return make_control(config.control, slots, **shape, **config.control_options)
+            return make_control(config.control, slots, **sizes, **config.control_options)
 
     def _count_positions_in_slots(self) -> None:
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
@@ -158,8 +158,8 @@ class BoundedModel(Stateful):
 
     def new_control(self, name: str) -> Control:
         control = self.named_controls()[name]
-        shape = {size: getattr(control, size) for size in ("embed_dim", "num_heads", "head_dim", "causal")}
-        return self._make_control(name.partition("_")[0], shape)
+        sizes = {size: getattr(control, size) for size in ("embed_dim", "num_heads", "head_dim", "causal")}
+        return self._make_control(name.partition("_")[0], sizes)
 
     def _init_weights(self, module: nn.Module) -> None:
         # A control that a checkpoint lacks starts as its constructor starts it, not as the family starts a Linear.

@@ -10,8 +10,8 @@ there was before t's chunk,
 
     x_t S_t = x_t S + sum over the chunk's j <= t of (x_t . a_j) b_j
 
-The work is done part by part: a few chunks at a time, in the same few arrays, which stay in the processor's caches;
-new arrays from malloc are several times slower. The gradient goes through the parts from the last to the first and
+The work is done in blocks of a few chunks, in the same few arrays, which stay in the processor's caches;
+new arrays from malloc are several times slower. The gradient goes through the blocks from the last to the first and
 computes each anew; autograd would keep ten arrays of t x n.
 
 Axes: a row r is a head of a batch, whose keys g queries share; m chunks of c tokens; s chunks are worked on at a time.
@@ -45,12 +45,12 @@ from abc_attn.kernels.door import Declined
 from abc_attn.normaliser import log_in_unit, unit
 
 # A slot's total may be this many nats from its unit, to either side: the inverse of a total meets weights that may be
-# as large as a later one, and exp(60) leaves fp32 room.
+# as large as a later one, and exp(60) is well inside the range of fp32.
 RANGE = 30.0
 
 CHUNK = 64  # tokens
 
-# Chunks in a part, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
+# Chunks in a block, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
 # fit a CPU's caches, and each call of torch has enough to do. Other devices need more.
 AT_A_TIME, AT_A_TIME_ELSEWHERE = 64, 1024
 
@@ -156,7 +156,7 @@ class _How(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """The inputs, with the axis of chunks first so that a part is a slice; and the sums before them."""
+    """The inputs, with the axis of chunks first so that a block is a slice; and the sums before them."""
 
     q: Tensor  # m r g c d
     k: Tensor  # m r 1 c d
@@ -172,15 +172,15 @@ class _Text(NamedTuple):
 
 class _Mean(torch.autograd.Function):
     """From a _Text: the outputs `r g m c e`, the last sums_k, sums_v and total; and, without gradients, those before
-    each part."""
+    each block."""
 
     @staticmethod
     def forward(*text: Any) -> tuple[Tensor, ...]:
-        return _forward(_Text(*text), _Room())
+        return _forward(_Text(*text), _Scratch())
 
     @staticmethod
     def transformed(*text: Any) -> tuple[Tensor, ...]:
-        return _forward(_Text(*text), _Room(reuse=False))
+        return _forward(_Text(*text), _Scratch(reuse=False))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -199,29 +199,29 @@ class _Mean(torch.autograd.Function):
             return _gradient_of(text, *d_output) if again else _backward(text, saved[9:], *d_output)
 
 
-def _forward(text: _Text, room: _Room) -> tuple[Tensor, ...]:
+def _forward(text: _Text, scratch: _Scratch) -> tuple[Tensor, ...]:
     m, rows, groups, size, _ = text.q.shape
     out = text.v.new_empty(rows, groups, m, size, text.v.shape[4])  # in order of the tokens, as the caller wants it
     last = [torch.empty_like(x) for x in (text.sums_k, text.sums_v, text.total)]
     starts = []
-    for part in _parts(m, rows, out.device):
-        if part.chunks.start == 0:
-            now_k, now_v, now = (_own(x[part.rows]) for x in (text.sums_k, text.sums_v, text.total))
+    for block in _blocks(m, rows, out.device):
+        if block.chunks.start == 0:
+            now_k, now_v, now = (_own(x[block.rows]) for x in (text.sums_k, text.sums_v, text.total))
         if text.how.saves:
             starts += [now_k.clone(), now_v.clone(), now.clone()]
-        x, now = _find(part, text, now_k, now, room)
-        values = _meet("v", x.u, x.weights, part.take("v", text.v, room), now_v, room)
-        part.put(values.read("out", room), out.permute(2, 0, 1, 3, 4))
-        now_k, now_v = x.keys.after(room), values.after(room)
-        if part.chunks.stop >= m:
+        x, now = _find(block, text, now_k, now, scratch)
+        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), now_v, scratch)
+        block.put(values.read("out", scratch), out.permute(2, 0, 1, 3, 4))
+        now_k, now_v = x.keys.after(scratch), values.after(scratch)
+        if block.chunks.stop >= m:
             for end, found in zip(last, (now_k, now_v, now), strict=True):
-                end[part.rows] = found
+                end[block.rows] = found
     return out, *last, *starts
 
 
 def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient by autograd, for callers that differentiate it again."""
-    outputs = _forward(text, _Room(reuse=False))[:4]
+    outputs = _forward(text, _Scratch(reuse=False))[:4]
     given = [(x, d) for x, d in zip(outputs, d_output, strict=True) if x.requires_grad]
     needed = {i: x for i, x in enumerate(text) if isinstance(x, Tensor) and x.requires_grad}
     outputs, d_output = zip(*given, strict=True)
@@ -234,23 +234,23 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
     m, rows, groups, size, _ = text.q.shape
     d_q, d_k, d_v, d_log_weights = (torch.empty_like(x) for x in text[:4])
     d_first = [torch.empty_like(x) for x in d_last]
-    room = _Room()
+    scratch = _Scratch()
     upper = d_out.new_ones(size, size).triu()
-    for i, part in reversed(list(enumerate(_parts(m, rows, d_out.device)))):
-        if part.chunks.stop >= m:
-            d_now_k, d_now_v, d_now = (_own(x[part.rows]) for x in d_last)
+    for i, block in reversed(list(enumerate(_blocks(m, rows, d_out.device)))):
+        if block.chunks.stop >= m:
+            d_now_k, d_now_v, d_now = (_own(x[block.rows]) for x in d_last)
         first_k, first_v, first = starts[3 * i : 3 * i + 3]
-        x, _ = _find(part, text, first_k, first, room)
+        x, _ = _find(block, text, first_k, first, scratch)
 
         # o = u V,  u = p / A
-        values = _meet("v", x.u, x.weights, part.take("v", text.v, room), first_v, room)
-        d_read = part.take("d_out", d_out, room)
-        d_u, d_weights, d_values, d_now_v = values.backward("v", d_read, d_now_v, room)
-        part.put(d_values, d_v)
+        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), first_v, scratch)
+        d_read = block.take("d_out", d_out, scratch)
+        d_u, d_weights, d_values, d_now_v = values.backward("v", d_read, d_now_v, scratch)
+        block.put(d_values, d_v)
         d_u = d_u.view_as(x.p)
-        d_s = torch.div(d_u, x.running, out=room.like("d_s", d_u))
+        d_s = torch.div(d_u, x.running, out=scratch.like("d_s", d_u))
         if text.noise is not None:
-            d_s *= part.take("noise", text.noise, room).view_as(d_s)
+            d_s *= block.take("noise", text.noise, scratch).view_as(d_s)
         d_log_total = d_u.mul_(x.u.view_as(d_u))
 
         # p = softmax(s),  s = scale q K / A
@@ -258,9 +258,9 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
         d_s.addcmul_(x.p, d_s.sum(-1, keepdim=True), value=-1)
         d_log_total.addcmul_(d_s, x.scores)
         d_read = d_s.div_(x.running).mul_(text.how.scale).view_as(x.u)
-        d_queries, d_keys, d_weights_k, d_now_k = x.keys.backward("k", d_read, d_now_k, room)
-        part.put(d_queries, d_q)
-        part.put(d_keys, d_k)
+        d_queries, d_keys, d_weights_k, d_now_k = x.keys.backward("k", d_read, d_now_k, scratch)
+        block.put(d_queries, d_q)
+        block.put(d_keys, d_k)
 
         # A is the running sum of the weights, and these are exponentials.
         d_log_total = d_log_total if groups == 1 else d_log_total.sum(1, keepdim=True)
@@ -268,15 +268,15 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
         behind, d_now = _totals(d_now, d_total.sum(1), reverse=True)
         d_weights.add_(d_weights_k).add_(behind[:, None])
         d_weights.baddbmm_(upper.expand(len(d_total), -1, -1), d_total).mul_(x.weights)
-        part.put(d_weights, d_log_weights)
-        if part.chunks.start == 0:
+        block.put(d_weights, d_log_weights)
+        if block.chunks.start == 0:
             for end, found in zip(d_first, (d_now_k, d_now_v, d_now), strict=True):
-                end[part.rows] = found
+                end[block.rows] = found
     return d_q, d_k, d_v, d_log_weights, None, *d_first, None, None
 
 
 class _Found(NamedTuple):
-    """The read weights of a part, and what they were computed from; the first axis is (s r)."""
+    """The read weights of a block, and what they were computed from; the first axis is (s r)."""
 
     keys: _Meeting  # of q, k and weights
     weights: Tensor  # c n
@@ -286,16 +286,16 @@ class _Found(NamedTuple):
     u: Tensor  # (g c) n
 
 
-def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) -> tuple[_Found, Tensor]:
-    """The read weights of a part, from the sums before it; and the total after it."""
-    how, log_weights = text.how, part.of(text.log_weights)
-    weights = room.like("weights", log_weights)
+def _find(block: _Block, text: _Text, sums_k: Tensor, total: Tensor, scratch: _Scratch) -> tuple[_Found, Tensor]:
+    """The read weights of a block, from the sums before it; and the total after it."""
+    how, log_weights = text.how, block.of(text.log_weights)
+    weights = scratch.like("weights", log_weights)
     if text.top is None:
         weights = torch.exp(log_weights, out=weights)
     else:
-        weights = torch.sub(log_weights, text.top[part.rows, None, None], out=weights).exp_()
+        weights = torch.sub(log_weights, text.top[block.rows, None, None], out=weights).exp_()
     weights = weights.reshape(-1, *weights.shape[3:])
-    running = torch.cumsum(weights, 1, out=room.like("running", weights))
+    running = torch.cumsum(weights, 1, out=scratch.like("running", weights))
     before, after = _totals(total, running[:, -1])
     running += before[:, None]
     seen = None
@@ -305,15 +305,15 @@ def _find(part: _Part, text: _Text, sums_k: Tensor, total: Tensor, room: _Room) 
         seen = ~empty[:, None] if how.mask_empty else None
     running = running[:, None]
 
-    keys = _meet("k", part.take("q", text.q, room), part.take("k", text.k, room), weights, sums_k, room)
-    scores = keys.read("scores", room, how.scale).view(len(weights), -1, *weights.shape[1:]).div_(running)
+    keys = _meet("k", block.take("q", text.q, scratch), block.take("k", text.k, scratch), weights, sums_k, scratch)
+    scores = keys.read("scores", scratch, how.scale).view(len(weights), -1, *weights.shape[1:]).div_(running)
     if seen is None:
-        p = torch.softmax(scores, -1, out=room.like("p", scores))
+        p = torch.softmax(scores, -1, out=scratch.like("p", scores))
     else:
         p = softmax_weights(scores, seen, 0.0)
-    u = torch.div(p, running, out=room.like("u", p) if how.saves or not room.reuse else p)
+    u = torch.div(p, running, out=scratch.like("u", p) if how.saves or not scratch.reuse else p)
     if text.noise is not None:
-        u = u.mul_(part.take("noise", text.noise, room).view_as(u))
+        u = u.mul_(block.take("noise", text.noise, scratch).view_as(u))
     return _Found(keys, weights, running, scores, p, u.flatten(1, 2)), after
 
 
@@ -323,36 +323,36 @@ class _Meeting(NamedTuple):
     x: Tensor  # (g c) _
     a: Tensor  # c _
     b: Tensor  # c _
-    first: Tensor  # S before the part, without s
+    first: Tensor  # S before the block, without s
     before: Tensor  # S before each chunk
-    last: Tensor | None  # S after the part, without s, if it is there already
+    last: Tensor | None  # S after the block, without s, if it is there already
     pairs: Tensor  # (g c) c: x_t . a_j, j <= t
 
-    def read(self, name: str, room: _Room, scale: float = 1.0) -> Tensor:
+    def read(self, name: str, scratch: _Scratch, scale: float = 1.0) -> Tensor:
         """x_t S_t."""
-        return room.product(name, self.x, self.before).baddbmm_(self.pairs, self.b, beta=scale, alpha=scale)
+        return scratch.product(name, self.x, self.before).baddbmm_(self.pairs, self.b, beta=scale, alpha=scale)
 
-    def after(self, room: _Room) -> Tensor:
-        """S after the part. A part of a single chunk overwrites `first`, which has been read by then."""
+    def after(self, scratch: _Scratch) -> Tensor:
+        """S after the block. A block of a single chunk overwrites `first`, which has been read by then."""
         if self.last is not None:
             return self.last
-        return (self.first.baddbmm_ if room.reuse else self.first.baddbmm)(self.a.mT, self.b)
+        return (self.first.baddbmm_ if scratch.reuse else self.first.baddbmm)(self.a.mT, self.b)
 
     def backward(
-        self, name: str, d_read: Tensor, d_after: Tensor, room: _Room
+        self, name: str, d_read: Tensor, d_after: Tensor, scratch: _Scratch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of x, a, b and `first`, from those of the x_t S_t and of the S after the part."""
-        d_pairs = _up_to_self(room.product("d_pairs", d_read, self.b.mT))
-        d_x = room.product(f"d_x of {name}", d_read, self.before.mT).baddbmm_(d_pairs, self.a)
-        behind, d_first = _sums(f"d_{name}", self.x, d_read, d_after, room, reverse=True)
-        d_a = room.product(f"d_a of {name}", self.b, behind.mT).baddbmm_(d_pairs.mT, self.x)
-        d_b = room.product(f"d_b of {name}", self.a, behind).baddbmm_(self.pairs.mT, d_read)
+        """The gradients of x, a, b and `first`, from those of the x_t S_t and of the S after the block."""
+        d_pairs = _up_to_self(scratch.product("d_pairs", d_read, self.b.mT))
+        d_x = scratch.product(f"d_x of {name}", d_read, self.before.mT).baddbmm_(d_pairs, self.a)
+        behind, d_first = _sums(f"d_{name}", self.x, d_read, d_after, scratch, reverse=True)
+        d_a = scratch.product(f"d_a of {name}", self.b, behind.mT).baddbmm_(d_pairs.mT, self.x)
+        d_b = scratch.product(f"d_b of {name}", self.a, behind).baddbmm_(self.pairs.mT, d_read)
         return d_x, d_a, d_b, d_after.baddbmm_(self.x.mT, d_read) if d_first is None else d_first
 
 
-def _meet(name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, room: _Room) -> _Meeting:
-    before, last = _sums(name, a, b, first, room)
-    return _Meeting(x, a, b, first, before, last, _up_to_self(room.product(f"pairs of {name}", x, a.mT)))
+def _meet(name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, scratch: _Scratch) -> _Meeting:
+    before, last = _sums(name, a, b, first, scratch)
+    return _Meeting(x, a, b, first, before, last, _up_to_self(scratch.product(f"pairs of {name}", x, a.mT)))
 
 
 def _up_to_self(pairs: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ def _up_to_self(pairs: Tensor) -> Tensor:
 
 
 def _sums(
-    name: str, a: Tensor, b: Tensor, first: Tensor, room: _Room, *, reverse: bool = False
+    name: str, a: Tensor, b: Tensor, first: Tensor, scratch: _Scratch, *, reverse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """S before each chunk, and after the last one (None if there is a single chunk), from `first`, S before all.
 
@@ -373,8 +373,8 @@ def _sums(
     if chunks == rows:
         return first, None
     step = -1 if reverse else 1
-    added = room.product("added", a.mT, b).view(chunks // rows, *first.shape).unbind()[::step]
-    sums = room.array(f"sums of {name}", first, rows + chunks, *first.shape[1:])
+    added = scratch.product("added", a.mT, b).view(chunks // rows, *first.shape).unbind()[::step]
+    sums = scratch.array(f"sums of {name}", first, rows + chunks, *first.shape[1:])
     if sums is None:
         sums = torch.cat([*accumulate(added, initial=first)][::step])
     else:  # one by one: with a product of a triangle of ones, 0 * inf would reach earlier chunks
@@ -402,22 +402,22 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Part(NamedTuple):
+class _Block(NamedTuple):
     """Some chunks of some rows, computed together."""
 
     chunks: slice
     rows: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """`m r g c _` -> `s r g c _` of this part, a view."""
+        """`m r g c _` -> `s r g c _` of this block, a view."""
         return x[self.chunks, self.rows]
 
-    def take(self, name: str, x: Tensor, room: _Room) -> Tensor:
+    def take(self, name: str, x: Tensor, scratch: _Scratch) -> Tensor:
         """`m r g c _` -> `(s r) (g c) _`, a copy unless it is simply a view."""
         mine = self.of(x)
         if mine.shape[0] == mine.shape[2] == 1:
             return mine[0, :, 0]
-        out = room.like(name, mine)
+        out = scratch.like(name, mine)
         mine = mine.contiguous() if out is None else out.copy_(mine)
         s, rows, groups, size, width = mine.shape
         return mine.view(s * rows, groups * size, width)
@@ -427,19 +427,19 @@ class _Part(NamedTuple):
         place.copy_(found.view(place.shape))
 
 
-def _parts(chunks: int, rows: int, device: torch.device) -> list[_Part]:
+def _blocks(chunks: int, rows: int, device: torch.device) -> list[_Block]:
     at_a_time = AT_A_TIME if device.type == "cpu" else AT_A_TIME_ELSEWHERE
     several = math.ceil(rows / max(1, math.ceil(rows / at_a_time))) or 1  # a batch may be empty
     many = max(1, at_a_time // several)
     return [
-        _Part(slice(first, first + many), slice(row, row + several))
+        _Block(slice(first, first + many), slice(row, row + several))
         for row in range(0, rows, several)
         for first in range(0, chunks, many)
     ]
 
 
-class _Room:
-    """Arrays by name that every part overwrites; with reuse=False none, for passes that autograd follows."""
+class _Scratch:
+    """Arrays by name that every block overwrites; with reuse=False none, for passes that autograd follows."""
 
     def __init__(self, reuse: bool = True) -> None:
         self.reuse = reuse

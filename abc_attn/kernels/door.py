@@ -53,7 +53,8 @@ def check_backend(backend: str) -> None:
 
 def refused(backend: str, answer: Declined) -> ValueError:
     """The error for a call that the backend asked for declined."""
-    return ValueError(f"backend {backend!r} does not support this call: {answer.reason}. Use backend='auto'")
+    hint = "Use backend='auto', which takes torch for such calls"
+    return ValueError(f"backend {backend!r} does not support this call: {answer.reason}. {hint}")
 
 
 def describe_backends() -> list[tuple[str, bool, str]]:

@@ -99,7 +99,7 @@ LIBRARY = _load()
 _AVAILABLE = not isinstance(LIBRARY, str)
 
 # Made once: a decoding step may be declined at every layer.
-_NO_DROPOUT = Declined("it has no dropout")
+_NO_DROPOUT = Declined("it does not apply dropout; call .eval()")
 _NO_STEP = Declined("not one contiguous fp32 token on the CPU, after others and without gradients")
 _NO_ROTATION = Declined("not one fp32 token on the CPU, without gradients")
 _WIDTH = Declined("heads must have a multiple of 16 channels")
@@ -305,7 +305,7 @@ def band(stretch: Stretch) -> Tensor | Declined:
     if (held + 32 + min(band.window + 128, k.shape[2])) * (2 * d + e + 32) >= 2**31 or band.window >= 2**53:
         return _TOO_LARGE
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return Declined("its bands have no gradients")
+        return Declined("attention over a band has no gradients there")
     sizes = (batch * heads, heads, q.shape[1] // heads, t, stretch.lead, band.window, held, d, e)
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
@@ -337,45 +337,45 @@ def _run(
     # Dispatching the operator takes longer than a short sequence does: skip it where no gradient is needed.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
     options = (mean, linear, mask_empty, causal, scale, floor, saves)
-    parts = 1 if linear or k.shape[2] == 1 else _parts(k.shape[0] * k.shape[1], phi.shape[-1])
-    if parts == 1:
+    shards = 1 if linear or k.shape[2] == 1 else _shards(k.shape[0] * k.shape[1], phi.shape[-1])
+    if shards == 1:
         out, mk, mv, mass, used, total, *_ = run(*inputs, *options, False)
         return out, Memory(mk, mv, mass, used), total
-    out, *state, lse, _, _ = run(*_apart(parts, *inputs), *options, True)  # type: ignore[arg-type, call-arg]
-    mk, mv, mass, used, total = (x if x.dim() == 1 else x.unflatten(1, (-1, parts)).flatten(2, 3) for x in state)
-    return _joined(out, lse, k.shape[1], parts), Memory(mk, mv, mass, used), total
+    out, *state, lse, _, _ = run(*_apart(shards, *inputs), *options, True)  # type: ignore[arg-type, call-arg]
+    mk, mv, mass, used, total = (x if x.dim() == 1 else x.unflatten(1, (-1, shards)).flatten(2, 3) for x in state)
+    return _joined(out, lse, k.shape[1], shards), Memory(mk, mv, mass, used), total
 
 
 # With fewer rows (batch x heads) than threads, each thread takes some of a row's slots.
 
 
-def _parts(rows: int, slots: int) -> int:
-    """Into how many parts the slots of each row are cut: of 16 slots at least, a vector's worth."""
+def _shards(rows: int, slots: int) -> int:
+    """Into how many shards the slots of each row are cut: of 16 slots at least, a vector's worth."""
     if torch.compiler.is_compiling():  # which cannot ask for the number of threads
         return 1
-    threads, parts = torch.get_num_threads(), 1
-    while 2 * parts * rows <= threads and slots % (32 * parts) == 0:
-        parts *= 2
-    return parts
+    threads, shards = torch.get_num_threads(), 1
+    while 2 * shards * rows <= threads and slots % (32 * shards) == 0:
+        shards *= 2
+    return shards
 
 
-def _apart(parts: int, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The arguments of a pass with each part of the slots as a head of its own."""
+def _apart(shards: int, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The arguments of a pass with each shard of the slots as a head of its own."""
     q, k, v, phi, log_decay, readable, *state = tensors
     assert q is not None and k is not None and v is not None  # noqa: PT018
-    every_q = q.unflatten(1, (k.shape[1], 1, -1)).expand(-1, -1, parts, -1, -1, -1).flatten(1, 3)
-    every = (x[:, :, None].expand(-1, -1, parts, -1, -1).flatten(1, 2) for x in (k, v))
+    every_q = q.unflatten(1, (k.shape[1], 1, -1)).expand(-1, -1, shards, -1, -1, -1).flatten(1, 3)
+    every = (x[:, :, None].expand(-1, -1, shards, -1, -1).flatten(1, 2) for x in (k, v))
     slots = (
-        None if x is None else x.unflatten(-1, (parts, -1)).movedim(3, 2).flatten(1, 2)
+        None if x is None else x.unflatten(-1, (shards, -1)).movedim(3, 2).flatten(1, 2)
         for x in (phi, log_decay, readable)
     )
-    kept = (None if x is None else x.unflatten(2, (parts, -1)).flatten(1, 2) for x in state)
+    kept = (None if x is None else x.unflatten(2, (shards, -1)).flatten(1, 2) for x in state)
     return [every_q, *every, *slots, *kept]
 
 
-def _joined(out: Tensor, lse: Tensor, heads: int, parts: int) -> Tensor:
-    """What a softmax over all slots would have read: each part's output by the size of its scores."""
-    out, lse = (x.unflatten(1, (heads, parts, -1)) for x in (out, lse))
+def _joined(out: Tensor, lse: Tensor, heads: int, shards: int) -> Tensor:
+    """What a softmax over all slots would have read: each shard's output by the size of its scores."""
+    out, lse = (x.unflatten(1, (heads, shards, -1)) for x in (out, lse))
     nothing = (lse == -torch.inf).all(2, keepdim=True)
     share = lse.masked_fill(nothing, 0).softmax(2)
     return (share[..., None] * out).sum(2).flatten(1, 2)

@@ -1,7 +1,8 @@
 """AdaptiveLM: the paper's language model, Baevski & Auli's (2019), with any control.
 
-Words are numbered by falling frequency and cut into bands. Band i has vectors of width `hidden_size / div_val**i`; the
-same vectors and projections serve input and output, and a training step never computes the logits of every word.
+Words are numbered by falling frequency and cut into frequency bands. Band i has vectors of width
+`hidden_size / div_val**i`; the same vectors and projections serve input and output, and a training step never computes
+the logits of every word.
 Axes: b batch, t tokens, D hidden_size, N = b t.
 """
 
@@ -33,7 +34,7 @@ IGNORED = -100  # the label that transformers leaves out of the loss
 class AdaptiveLMConfig(PreTrainedConfig):
     """The defaults are the paper's 16-layer setting. Names are transformers' where it has one.
 
-    cutoffs: the first word of each band except the first.
+    cutoffs: the first word of each frequency band except the first.
     control, slots, control_options: see BoundedAttention; control may be a list, one per layer, such as
     ["window:16", "window:112"].
     num_key_value_heads: fewer than num_attention_heads share keys and values among heads; or a list, one per layer.

@@ -12,7 +12,7 @@ from abc_attn.recipes import ROOT, SCALES, TABLE, tables
 from abc_attn.recipes.reading import read_mapping
 
 
-class Part(NamedTuple):
+class ColumnGroup(NamedTuple):
     """A further table of the same runs, with columns of its own."""
 
     title: str
@@ -39,7 +39,7 @@ class Table:
     columns: dict[str, str]  # heading by score, such as {"test/480": "test, 480"}
     scales: dict[str, str] = field(default_factory=dict)  # what each scale is
     paper: dict[str, list[float]] = field(default_factory=dict)  # by row: the paper's figure for each of `columns`
-    more: list[Part] = field(default_factory=list)
+    more: list[ColumnGroup] = field(default_factory=list)
     plot: dict[str, Any] = field(default_factory=dict)  # kind, column, label and what the kind needs: report/plots.py
     grid: dict[str, Any] = field(default_factory=dict)  # recipe: its name; every other key: the values it takes
     notes: dict[str, str] = field(
@@ -66,7 +66,9 @@ class Table:
             _check_value(path, key, value)
         try:
             table = cls(
-                name=name, folder=path.parent, **said | {"more": [Part(**part) for part in said.get("more", [])]}
+                name=name,
+                folder=path.parent,
+                **said | {"more": [ColumnGroup(**group) for group in said.get("more", [])]},
             )
         except TypeError as error:
             raise ValueError(f"{path}, more: {error}") from None
@@ -81,7 +83,7 @@ class Table:
 
     def scores(self) -> list[str]:
         """Every score that a column shows."""
-        return [*self.columns, *(name for part in self.more for name in part.columns)]
+        return [*self.columns, *(name for group in self.more for name in group.columns)]
 
     def rows(self, scale: str) -> dict[str, Row]:
         """The rows of a scale by name: the recipes in its folder and the points of the grid, the paper's first."""

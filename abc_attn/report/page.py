@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from abc_attn.files import write_whole
-from abc_attn.recipes.table import Part, Table
+from abc_attn.recipes.table import ColumnGroup, Table
 from abc_attn.report.plots import draw
 from abc_attn.report.runs import figures, read_runs
 
@@ -63,13 +63,13 @@ def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) ->
 
 
 def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Our figures, the paper's, and each further part in a table of its own."""
+    """Our figures, the paper's, and each further group of columns in a table of its own."""
     rows = by_row(table, runs)
-    found = [_ours(table, Part("Figures" if not table.paper else "Measured here", "", table.columns), rows)]
+    found = [_ours(table, ColumnGroup("Figures" if not table.paper else "Measured here", "", table.columns), rows)]
     if table.paper:
         theirs = [[row, *map(str, table.paper[row])] for row in table.paper]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
-    return found + [_ours(table, part, rows) for part in table.more]
+    return found + [_ours(table, group, rows) for group in table.more]
 
 
 def by_row(table: Table, runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -88,13 +88,13 @@ def by_row(table: Table, runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Ma
     return {row: [run for run in runs if run["row"] == row] for row in sorted(names, key=place)}
 
 
-def _ours(table: Table, part: Part, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
     lines = []
     for row, runs in rows.items():
         values = runs[0]["values"]
-        shown = [_shown(figures(runs, column), table.decimals) for column in part.columns]
+        shown = [_shown(figures(runs, column), table.decimals) for column in group.columns]
         lines.append([row, _control(values), _slots(values), str(len(runs)), *shown])
-    return Section(part.title, part.reading, ["row", "control", "slots", "seeds", *part.columns.values()], lines)
+    return Section(group.title, group.reading, ["row", "control", "slots", "seeds", *group.columns.values()], lines)
 
 
 def _control(values: Mapping[str, Any]) -> str:
