@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_text import fill
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from abc_attn.cli import main
 from abc_attn.evaluation import perplexity, token_nll
+from abc_attn.tasks import TASKS, get_task
 from abc_attn.training import load_recipe, prepare, train
 from abc_attn.training.recipe import parse_value
 from abc_attn.training.trainer import RunTrainer, read_metrics
@@ -208,15 +210,29 @@ def test_from_a_trained_softmax(recipe, tmp_path):
         train(recipe("other", control="t2r:4", init_from="nothing"))
 
 
-@pytest.mark.parametrize("task", ["recall", "copy"])
-def test_synthetic_tasks_train(tmp_path, task):
-    sizes = {"items": 4, "hidden_size": 16, "max_steps": 4, "logging_steps": 2, "save_steps": 4, "use_cpu": True}
-    recipe = load_recipe(f"{task}/small/{task}", sizes | {"output_dir": str(tmp_path / "run"), "slots": 4})
-    done = train(recipe)
-    assert 0 <= done["validation"]["accuracy"] <= 1
-    task = recipe.make_task()
-    model = task.load_model(tmp_path / "run")
-    assert task.scores(model, ["accuracy"]) == done["validation"]
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_trains(place, tmp_path, monkeypatch, name):
+    """The same losses twice; the model that is saved has the score that was reported."""
+    monkeypatch.chdir(place)
+    steps = {"max_steps": 4, "logging_steps": 2, "save_steps": 4, "use_cpu": True}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"task": name} | get_task(name).tiny | steps))
+    recipes = [load_recipe(tmp_path / "tiny.yaml", {"output_dir": str(tmp_path / run)}) for run in ("once", "twice")]
+    done, again = map(train, recipes)
+    assert losses(tmp_path / "once").keys() == {2, 4}
+    assert losses(tmp_path / "once") == losses(tmp_path / "twice")
+    assert done["validation"] == again["validation"]
+    assert all(map(math.isfinite, done["validation"].values()))
+    task = recipes[0].make_task()
+    task.open()
+    assert task.quick_score(task.load_model(tmp_path / "once"), 8) == pytest.approx(done["validation"])
+
+
+@pytest.mark.parametrize("name", ["recall", "copy"])
+def test_the_score_of_a_synthetic_task_is_the_share_of_right_answers(name):
+    task = load_recipe(f"{name}/small/{name}", {"items": 4, "hidden_size": 16}).make_task()
+    found = task.scores(task.build_model(None), ["accuracy"])
+    assert found.keys() == {"accuracy"}
+    assert 0 <= found["accuracy"] <= 1
 
 
 @pytest.mark.parametrize(

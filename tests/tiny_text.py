@@ -4,11 +4,11 @@ import random
 
 import yaml
 
-TINY = {
-    "data_dir": "text", "cache_dir": "cache", "block_size": 16, "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "intermediate_size": 32, "cutoffs": [10, 20], "div_val": 2, "control": "mlp:4",
-    "max_steps": 12, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
-    "logging_steps": 2, "save_steps": 4, "use_cpu": True,
+from abc_attn.tasks.language_modelling import LanguageModelling
+
+TINY = LanguageModelling.tiny | {
+    "div_val": 2, "max_steps": 12, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2, "logging_steps": 2, "save_steps": 4, "use_cpu": True,
 }  # fmt: skip
 
 

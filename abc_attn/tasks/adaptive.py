@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.paths import saved_model
@@ -23,6 +23,13 @@ class AdaptiveTask(Task):
     """A task whose model is AdaptiveLM."""
 
     perplexity = "perplexity per token"
+    tiny: ClassVar[dict[str, Any]] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "control": "mlp:4",
+    }
 
     @classmethod
     def config_class(cls) -> type[PreTrainedConfig]:

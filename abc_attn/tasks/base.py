@@ -106,6 +106,9 @@ class Task(ABC):
     decided: ClassVar[dict[str, tuple[Any, str]]] = {}
     # What exp(training loss) is called in progress lines and metrics.jsonl; None where it means nothing.
     perplexity: ClassVar[str | None] = None
+    # Recipe keys of a run that takes a second, for the tests: sizes of the model, and data. They run where there is a
+    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words.
+    tiny: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: Any, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         """settings: of `settings_class`; model, training: the recipe's values for the config and TrainingArguments."""

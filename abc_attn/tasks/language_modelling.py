@@ -47,6 +47,7 @@ class LanguageModelling(AdaptiveTask):
     settings_class = Settings
     settings: Settings
     corpus: Corpus
+    tiny = AdaptiveTask.tiny | {"data_dir": "text", "cache_dir": "cache", "block_size": 16, "cutoffs": [10, 20]}
 
     def check(self) -> None:
         super().check()

@@ -30,6 +30,7 @@ class Synthetic(AdaptiveTask):
 
     settings_class = Settings
     settings: Settings
+    tiny = AdaptiveTask.tiny | {"items": 4, "vocab_size": 64}
 
     @abstractmethod
     def _items(self, total: int, seed: int) -> synthetic.Sequences: ...
