@@ -5,32 +5,31 @@ Cases: every registered control, options that change the maths, gates, and compo
 The rule. fp64 must give what the reference gives in fp64, to 1e-10. fp32 is judged against the same fp64 reference, of
 the same weights and inputs (all of them fp32 numbers), in outputs, gradients and states:
 
-    max|fp32 - fp64| / max|fp64|  <=  1e-5 + SUMS * movement
+    max|fp32 - fp64| / max|fp64|  <=  1e-5 + SLACK * movement
 
 The movement says how well-conditioned the case is. It is measured: how far the fp64 result moves when what the kernel
 is given is off by one fp32 rounding, the most of a few seeded draws. Off are, each number by a factor of its own from
 1 - 2^-24 to 1 + 2^-24,
 
-    what goes into and comes out of each projection (q, k, v, logits, gates), the state that comes in, phi and the
-    decays as the control gives them to the kernel, the kernel's results, and the numerator and denominator of a
-    linear read; and on the way back the gradient of each of these.
+    what goes into and comes out of each projection (q, k, v, logits, gates); the state that comes in; phi, weights and
+    decays as the control gives them to the kernel; the memory that one token leaves to the next and that its query
+    reads; the numerator and denominator of a linear read; the results; and on the way back the gradient of each.
 
-A kernel rounds at every addition and the draws round once: that is the constant, stated once, `SUMS`. It is 8, the
-square root of 64: the roundings of a sum of t terms add up like a random walk, and t is about 70 here.
-Well-conditioned cases move by 1e-7, so they are held to 1e-5; where a denominator comes near zero the movement is what
-it costs. Where the error is below half of 1e-5 the movement is not measured: it could only allow more.
+SLACK, stated once below, is 8: a few draws are not the worst, and a kernel adds in another order than the loop. It is
+chosen by trial, not derived; docs/numerics.md has the figures, and what it does not cover. Well-conditioned cases move
+by 1e-7, so they are held to 1e-5; where a denominator comes near zero the movement is what that costs. Where the error
+is below half of 1e-5 the movement is not measured: it could only allow more.
 
-bf16 (autocast) is judged in the same way, with a rounding of 2^-8 and 2e-2 in the place of 1e-5, except that a case
-that moves by less than 2e-2 is held to 2e-2: the sums are fp32, so the draws are all the rounding there is. Assignments
-to a cluster are not continuous; the keys are off before the control sees them, so a draw measures what another
-assignment changes. docs/numerics.md says why, and how to run one vector width.
+bf16 (autocast) is judged in the same way, with a rounding of 2^-8. Its memory is fp32 and does not round from token to
+token, so the draws are all the rounding there is: 2e-2 is allowed, or twice the movement where that is more.
+Assignments to a cluster are not continuous; the keys are off before the control sees them, so a draw measures what
+another assignment changes. docs/numerics.md says why, and how to run one vector width.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
@@ -47,7 +46,7 @@ from abc_attn.kernels import BACKENDS, describe_backends, native
 
 SLOTS = (1, 5, 8, 64)
 EMBED, HEADS, KV_HEADS = 16, 4, 2  # head_dim 4
-SUMS = 8  # what a sum in fp32 may lose, in units of the movement by one rounding
+SLACK = 8  # how many movements a backend may be off
 
 # The example of docs/writing-a-control.md registers itself, and is then held to the contract like any other.
 DOCS = Path(__file__).parents[1] / "docs" / "writing-a-control.md"
@@ -173,15 +172,16 @@ class Precision(NamedTuple):
     floor: float  # what is allowed in any case
     unit: float = 0.0  # the largest relative error of one rounding
     draws: int = 0
+    sums: bool = True  # whether the memory is rounded as well
 
     def allowed(self, movement: float) -> float:
-        calm = self is BF16 and movement <= self.floor
-        return self.floor if calm else self.floor + SUMS * movement
+        # Where the memory is not rounded, the draws are all the rounding there is.
+        return self.floor + SLACK * movement if self.sums else max(self.floor, 2 * movement)
 
 
 FP64 = Precision(1e-10)
 FP32 = Precision(1e-5, 2**-24, draws=4)
-BF16 = Precision(2e-2, 2**-8, draws=16)
+BF16 = Precision(2e-2, 2**-8, draws=16, sums=False)
 
 Results = dict[str, Tensor]  # fp64; each is judged relative to its largest number
 
@@ -221,8 +221,8 @@ class Expected:
     def movement(self) -> dict[str, float]:
         most = dict.fromkeys(self.results, 0.0)
         for seed in range(self.precision.draws):
-            with rounded(self.precision.unit, seed):
-                moved = self.scenario("torch")  # which the contract holds to the reference, and takes less time
+            with rounded(self.precision, seed):
+                moved = self.scenario("reference")
             for name, result in self.results.items():
                 most[name] = max(most[name], distance(moved[name], result))
         assert all(map(math.isfinite, most.values())), "a draw is not finite, and would allow anything"
@@ -280,6 +280,7 @@ def judge(found: Results, expected: Expected, form: Form, where: str) -> None:
 # One rounding of what the kernel is given
 
 KERNELS = ("scan", "mean_attention", "write", "read", "banded")  # by which abc_attn.attention reaches the kernels
+STEPS = ("write_token", "read_memory", "divide")  # of which core.reference is made
 
 
 class _Rounded(torch.autograd.Function):
@@ -296,13 +297,14 @@ class _Rounded(torch.autograd.Function):
 
 
 @contextmanager
-def rounded(unit: float, seed: int) -> Iterator[None]:
-    """Whatever an attention gives to its projections and kernels is off by one rounding; so is what they return."""
+def rounded(precision: Precision, seed: int) -> Iterator[None]:
+    """What an attention gives to its projections, to the kernels and, with `sums`, to the steps of the reference is off
+    by one rounding; so is what they return."""
     draw = torch.Generator().manual_seed(seed)
 
     def off(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _Rounded.apply(value, unit, draw) if value.is_floating_point() else value
+            return _Rounded.apply(value, precision.unit, draw) if value.is_floating_point() else value
         if isinstance(value, tuple):
             parts = map(off, value)
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
@@ -312,15 +314,15 @@ def rounded(unit: float, seed: int) -> Iterator[None]:
         return lambda *args, **options: off(function(*map(off, args), **{k: off(x) for k, x in options.items()}))
 
     linear, forward = nn.Linear.forward, BoundedAttention.forward
+
+    def continued(self: BoundedAttention, *args: Any, state: State | None = None, **options: Any) -> Any:
+        return forward(self, *args, state=off(state), **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in KERNELS:
-            patch.setattr(attention, name, inexact(getattr(attention, name)))
-        for module in [module for name, module in sys.modules.items() if name.startswith("abc_attn.")]:
-            if getattr(module, "divide", None) is core.divide and module is not core:
-                patch.setattr(module, "divide", inexact(core.divide))
-        patch.setattr(core, "divide", inexact(core.divide))
+        for module, names in ((attention, KERNELS), (core, STEPS if precision.sums else ())):
+            for name in names:
+                patch.setattr(module, name, inexact(getattr(module, name)))
         patch.setattr(nn.Linear, "forward", lambda self, x: off(linear(self, off(x))))
-        continued = lambda self, *args, state=None, **options: forward(self, *args, state=off(state), **options)  # noqa: E731
         patch.setattr(BoundedAttention, "forward", continued)
         yield
 
