@@ -184,7 +184,7 @@ def caches() -> tuple[BoundedCache, BoundedCache]:
 
 
 def save_states() -> None:
-    for number in range(40):
+    for number in range(300):
         save_state(caches()[number % 2], "state.safetensors")
 
 

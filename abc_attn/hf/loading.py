@@ -65,21 +65,21 @@ def check_loaded(
         missing = [name for name in missing if _in_body(model, name)]
     lacking = [name for name in missing if not _of_control(name)]
     if lacking:
-        raise ValueError(f"{where} lacks weights that its config.json asks for: {_some(lacking)}")
+        raise ValueError(f"{where} lacks weights that its config.json asks for: {some(lacking)}")
     if missing and not new_controls:
         raise ValueError(
-            f"{where} lacks the weights of its control: {_some(missing)}; if it was never converted, convert it, or "
+            f"{where} lacks the weights of its control: {some(missing)}; if it was never converted, convert it, or "
             "load it with from_pretrained(..., allow_new_controls=True)"
         )
     if left := [name for name in unexpected if _in_body(model, name) and not (new_controls and _of_control(name))]:
-        raise ValueError(f"{where} has weights that its config.json has no place for: {_some(left)}")
+        raise ValueError(f"{where} has weights that its config.json has no place for: {some(left)}")
 
 
 def check_sizes(info: Mapping[str, Any], where: Any) -> None:
     """Refuse (ValueError) weights of other sizes than the config's."""
     wrong = [f"{name} is {tuple(found)}, not {tuple(needed)}" for name, found, needed in info["mismatched_keys"]]
     if wrong:
-        raise ValueError(f"{where} has weights of other sizes than its config.json asks for: {_some(sorted(wrong))}")
+        raise ValueError(f"{where} has weights of other sizes than its config.json asks for: {some(sorted(wrong))}")
 
 
 def _in_body(model: PreTrainedModel, name: str) -> bool:
@@ -94,7 +94,8 @@ def _of_control(name: str) -> bool:
     return not _CONTROLS.isdisjoint(name.split("."))
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first of many names."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

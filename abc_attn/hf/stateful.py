@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -125,7 +126,10 @@ class Stateful(PreTrainedModel):
         folder = Path(save_directory)
         if folder.is_dir() and options.get("is_main_process", True):
             (folder / CHECKSUMS).unlink(missing_ok=True)  # of weights that are about to be replaced
-        saved = super().save_pretrained(save_directory, *arguments, **options)
+        try:
+            saved = super().save_pretrained(save_directory, *arguments, **options)
+        except SafetensorError as error:
+            raise OSError(f"the weights cannot be written into {folder}: {error}") from error
         if folder.is_dir() and options.get("is_main_process", True):
             write_checksums(CHECKSUMS, folder, folder.glob(WEIGHTS))
             if not (folder / "README.md").exists():

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from abc_attn.hf.loading import WEIGHTS, Weight, check_loaded, check_sizes, check_weights, read_header
+from abc_attn.hf.loading import WEIGHTS, Weight, check_loaded, check_sizes, check_weights, read_header, some
 from abc_attn.hf.models import BOUNDED, CLASSES, unsupported
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.models.adaptive_lm import AdaptiveLM
@@ -85,13 +85,18 @@ def _check_numbers(folder: Path, saved: dict[str, Any], weights: int) -> None:
 
 def _check_header(folder: Path, weights: dict[str, Weight], empty: PreTrainedModel) -> None:
     """Refuse weights that cannot be those of the model, before memory is taken for it."""
-    found = sum(math.prod(weight.shape) for weight in weights.values())
-    asked = sum(weight.numel() for weight in empty.parameters() if weight.requires_grad)
-    if asked > found:
-        raise ValueError(f"{folder} has weights of {found:,} numbers, and its config.json asks for {asked:,}")
     prefix = f"{empty.base_model_prefix}."
+    there = {name: weights.get(name) or weights.get(name.removeprefix(prefix)) for name in empty.state_dict()}
+    found = sum(math.prod(weight.shape) for weight in weights.values())
+    needed = {name: weight for name, weight in empty.named_parameters() if weight.requires_grad}
+    asked = sum(weight.numel() for weight in needed.values())
+    if asked > found:
+        odd = [name for name, weight in needed.items() if not there[name] or there[name].shape != [*weight.shape]]  # type: ignore[union-attr]
+        raise ValueError(
+            f"{folder} has weights of {found:,} numbers, and its config.json asks for {asked:,}: look at {some(odd)}"
+        )
     for name, asked_for in empty.state_dict().items():
-        weight = weights.get(name) or weights.get(name.removeprefix(prefix))
+        weight = there[name]
         if weight is not None and asked_for.is_floating_point() and not weight.dtype.startswith(("F", "BF")):
             raise ValueError(f"{folder}: weight {name} has type {weight.dtype}; floating-point numbers are needed")
 

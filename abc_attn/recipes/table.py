@@ -120,7 +120,7 @@ def _check_value(path: Path, key: str, value: Any) -> None:
     inner: dict[str, type] = {"columns": str, "scales": str, "data": str, "paper": list, "notes": str}
     if good and key in inner:
         good = all(isinstance(part, inner[key]) for part in value.values())
-        said += " of texts" if inner[key] is str else " of lists of numbers"
+        said += " of lists of numbers" if key == "paper" else " of texts"
     if good and key == "paper":
         good = all(isinstance(figure, (int, float)) for figures in value.values() for figure in figures)
     if good and key == "grid":

@@ -63,6 +63,10 @@ class RunTrainer(Trainer):
         self._saving = True
         try:
             super()._save_checkpoint(model, trial)
+        except RuntimeError as error:
+            if "PytorchStreamWriter" in str(error) or "inline_container" in str(error):  # torch's words for it
+                raise OSError(f"a checkpoint cannot be written into {folder}: is the disk full?") from error
+            raise
         finally:
             self._saving = False
         self.accelerator.wait_for_everyone()
