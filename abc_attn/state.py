@@ -94,7 +94,10 @@ class State(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str | torch.device = "cpu") -> State:
-        """Read what `save` wrote; a file that is damaged, or holds what no attention can have left, is refused."""
+        """Read what `save` wrote; a file that is damaged, or holds what no attention can have left, is refused.
+
+        What version 0.1 saved loads in every later version.
+        """
         states, _ = load_states(path, device)
         if states.keys() != {""}:
             raise ValueError(f"{path} holds the states of several layers; abc_attn.hf.load_state reads it")

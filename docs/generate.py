@@ -2,8 +2,9 @@
 
 - docs/api.md: the public names of abc_attn and abc_attn.hf, with signatures and docstrings
 - docs/gain.svg: the picture of the README
-- the blocks between `<!-- generated: name -->` and `<!-- end -->` in README.md and benchmarks/README.md: the controls
-  from the registry, every speed and size from benchmarks/results/*.json
+- the blocks between `<!-- generated: name -->` and `<!-- end -->` in README.md, benchmarks/README.md and docs/*.md: the
+  controls, backends and families from their registries, every speed and size from benchmarks/results/*.json, the tables
+  of results/
 
 `--check` writes nothing, and exits with 1 and a line for each file that is not what would be written.
 """
@@ -17,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +26,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "gain.svg"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "docs" / "huggingface.md",
+    ROOT / "docs" / "language-modelling.md",
+)
 BLOCK = re.compile(r"^<!-- generated: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 
 
@@ -65,9 +72,10 @@ def filled(page: Path) -> str:
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
-        if name not in BLOCKS:
-            raise ValueError(f"{page.name}: unknown block {name!r}; there are {', '.join(BLOCKS)}")
-        return f"<!-- generated: {name} -->\n{BLOCKS[name]()}\n<!-- end -->"
+        known = BLOCKS | {f"results-{table}": partial(measured, table) for table in tables()}
+        if name not in known:
+            raise ValueError(f"{page.name}: unknown block {name!r}; there are {', '.join(known)}")
+        return f"<!-- generated: {name} -->\n{known[name]()}\n<!-- end -->"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
@@ -169,25 +177,25 @@ def model_speed() -> str:
 
 def backends() -> str:
     """README: what each backend takes, and its time."""
+    from abc_attn.kernels import BACKENDS
+
     rows, _ = results("op")
-    spans = []
-    for phase in values(rows, "phase"):
-        cases = [(row["slots"], row["tokens"]) for row in rows if row["method"] == "native" and row["phase"] == phase]
-        times = [torch_over_native(rows, slots, tokens, phase) for slots, tokens in cases]
-        spans.append(f"{min(times):.1f} to {max(times):.1f} ({phase})")
-    return markdown(
-        ["backend", "takes", "time against `native`"],
-        [
-            ["`native`", "fp32 on a CPU, without dropout: C++ kernels, compiled by the install", "1"],
-            ["`torch`", "everything else: fp64, dropout, other devices", ", ".join(spans)],
-            ["`reference`", "everything; a loop over tokens, for tests", "not measured"],
-        ],
-    )
+    lines = []
+    for name, module in BACKENDS.items():
+        _, _, takes = (module.__doc__ or "").partition("\n")[0].partition(": ")
+        spans = []
+        for phase in values(rows, "phase"):
+            cases = [(row["slots"], row["tokens"]) for row in rows if row["method"] == name and row["phase"] == phase]
+            times = [over_native(rows, name, slots, tokens, phase) for slots, tokens in cases]
+            spans += [f"{min(times):.1f} to {max(times):.1f} ({phase})"] if times else []
+        time = "1" if name == "native" else ", ".join(spans) or "not measured"
+        lines.append([f"`{name}`", takes.removesuffix("."), time])
+    return markdown(["backend", "takes", "time against `native`"], lines)
 
 
-def torch_over_native(rows: list[dict[str, Any]], slots: int, tokens: int, phase: str) -> float:
-    torch, native = (find(rows, method=m, slots=slots, tokens=tokens, phase=phase) for m in ("torch", "native"))
-    return torch["seconds"] / native["seconds"]
+def over_native(rows: list[dict[str, Any]], backend: str, slots: int, tokens: int, phase: str) -> float:
+    other, native = (find(rows, method=m, slots=slots, tokens=tokens, phase=phase) for m in (backend, "native"))
+    return other["seconds"] / native["seconds"]
 
 
 def op() -> str:
@@ -207,7 +215,7 @@ def torch_backend() -> str:
     lines = [
         [
             f"{phase}, n = {slots}",
-            *(f"{torch_over_native(rows, slots, t, phase):.1f}" for t in values(rows, "tokens")),
+            *(f"{over_native(rows, 'torch', slots, t, phase):.1f}" for t in values(rows, "tokens")),
         ]
         for phase in values(rows, "phase")
         for slots in values(rows, "slots")
@@ -351,12 +359,51 @@ def controls() -> str:
     return markdown(["name", "paper", "causal", "read", "what it does", "options and defaults"], lines)
 
 
+# The families
+
+
+def supported() -> str:
+    """docs/huggingface.md: the registry of families."""
+    from abc_attn.hf.families import FAMILIES
+    from abc_attn.hf.models import AUTO, CLASSES
+
+    lines = []
+    for family in FAMILIES:
+        known = [f"{family.name}{kind}" for kind in AUTO if f"Bounded{family.name}{kind}" in CLASSES]
+        lines.append([family.title, ", ".join(f"`{name}`" for name in known)])
+    return markdown(["family", "classes, each with `Bounded` in front"], lines)
+
+
+# Tables of results
+
+
+def tables() -> list[str]:
+    from abc_attn import recipes
+
+    return recipes.tables()
+
+
+def measured(name: str) -> str:
+    """docs: the sections of results/<table>/small.md."""
+    from abc_attn.recipes.table import Table
+    from abc_attn.report.page import sections
+    from abc_attn.report.runs import read_runs
+
+    runs = [run for run in read_runs(ROOT / "results" / name) if run["scale"] == "small"]
+    parts = []
+    for section in sections(Table.open(name), runs):
+        parts.append(f"**{section.title}.** {section.text}" if section.text else f"{section.title}:")
+        parts.append(markdown(section.head, section.rows))
+    return "\n\n".join(parts)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "gain": gain,
     "speed": speed,
     "model-speed": model_speed,
     "backends": backends,
     "controls": controls,
+    "families": supported,
     "op": op,
     "torch-backend": torch_backend,
     "encode": encode,

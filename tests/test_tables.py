@@ -70,7 +70,7 @@ def test_a_table_is_made_row_by_row_and_once(folder, place, monkeypatch):
     text = page.read_text()
     assert "Only 60 tokens." in text
     ours, papers, streams = text.split("\n## ")[1:]
-    assert [line.split(" | ")[0] for line in ours.splitlines()[4:]] == ["| base", "| another", "| middle"]
+    assert [line.split(" | ")[0] for line in ours.splitlines()[4:]] == ["| base", "| another (ours)", "| middle (ours)"]
     assert "| base | 17.9 | 18.5 |" in papers
     assert "| base | `softmax` | - | 1 | n/a | n/a |" in streams
     write_report(Path("results"), Path("report.html"))  # though the package has no such table

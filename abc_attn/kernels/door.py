@@ -10,7 +10,8 @@ A backend is a module. It may offer any of these operations, and declines a call
     rotate(x, cos, sin)                                              rotary positions
 
 `scan` is what every backend must offer for the calls it wants to serve; the others are shortcuts. It may also say why
-it cannot be used here (`unavailable`) and what it is (`describe`).
+it cannot be used here (`unavailable`) and what it is (`describe`). The first line of its docstring,
+"The ... backend: what it takes", is its row in the README.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The native backend: fused C++ on the CPU (native.cpp), bound by plain pointers and registered as torch operators.
+"""The native backend: fp32 on a CPU, without dropout; C++ kernels, compiled by the install.
 
-It takes fp32 (bf16 comes as fp32, see core.prepare) and declines everything else.
+They are fused (native.cpp), bound by plain pointers and registered as torch operators. bf16 comes as fp32, see
+core.prepare. Everything else is declined.
 """
 
 from __future__ import annotations

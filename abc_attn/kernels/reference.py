@@ -1,4 +1,4 @@
-"""The reference backend: loops over tokens, slow and plain. Every other backend is tested against it."""
+"""The reference backend: everything; a loop over tokens, slow and plain, that the others are tested against."""
 
 import torch
 from torch import Tensor

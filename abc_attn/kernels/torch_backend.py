@@ -1,4 +1,4 @@
-"""The torch backend: matrix products over chunks of tokens. Any device and dtype, differentiable, compilable."""
+"""The torch backend: fp64, dropout and other devices too; matrix products over chunks of tokens."""
 
 import torch
 from torch import Tensor

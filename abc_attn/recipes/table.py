@@ -38,6 +38,7 @@ class Table:
     reading: str  # what the figures mean, and which way is better
     columns: dict[str, str]  # heading by score, such as {"test/480": "test, 480"}
     scales: dict[str, str] = field(default_factory=dict)  # what each scale is
+    data: dict[str, str] = field(default_factory=dict)  # by scale: what `--set` says of the data, if it must
     paper: dict[str, list[float]] = field(default_factory=dict)  # by row: the paper's figure for each of `columns`
     more: list[ColumnGroup] = field(default_factory=list)
     plot: dict[str, Any] = field(default_factory=dict)  # kind, column, label and what the kind needs: report/plots.py
@@ -116,7 +117,7 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         good = good and 0 <= value <= 9
     elif kind is dict and good:
         good = all(isinstance(name, str) for name in value)
-    inner: dict[str, type] = {"columns": str, "scales": str, "paper": list, "notes": str}
+    inner: dict[str, type] = {"columns": str, "scales": str, "data": str, "paper": list, "notes": str}
     if good and key in inner:
         good = all(isinstance(part, inner[key]) for part in value.values())
         said += " of lists of numbers" if key == "paper" else " of texts"

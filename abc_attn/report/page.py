@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from abc_attn.files import write_whole
+from abc_attn.recipes import SCALES
 from abc_attn.recipes.table import ColumnGroup, Table
 from abc_attn.report.plots import draw
 from abc_attn.report.runs import figures, read_runs
@@ -47,7 +48,10 @@ def markdown(table: Table, scale: str, runs: Sequence[Mapping[str, Any]], pictur
 
 def title(table: Table, scale: str) -> str:
     what = table.scales.get(scale, scale)
-    return f"{table.title}, here: {what}" if table.paper else f"{table.title}: {what}"
+    if not table.paper:
+        return f"{table.title}: {what}"
+    paper = f" (the paper: {table.scales['full']})" if scale != "full" and "full" in table.scales else ""
+    return f"{table.title} at {scale} scale: {what}{paper}"
 
 
 def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
@@ -56,10 +60,35 @@ def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) ->
     for key, sentence in table.notes.items():
         found = dict.fromkeys(run["values"][key] for run in runs if run["values"].get(key) is not None)
         sentences += [sentence.format(value) for value in found]
+    if parameters := sorted({run["parameters"] for run in runs if "parameters" in run}):
+        sentences.append(f"The models have {' to '.join(f'{n:,}' for n in _ends(parameters))} parameters.")
+    if {run["row"] for run in runs} - table.paper.keys() and table.paper:
+        sentences.append("Rows marked (ours) are not in the paper.")
     if any(sum(other["row"] == run["row"] for other in runs) > 1 for run in runs):
         sentences.append("Several seeds: mean (lowest to highest).")
-    sentences.append(f"Made by `abc-attn reproduce {table.name} --scale {scale}`.")
+    seeds = [sorted(run["seed"] for run in runs if run["row"] == row) for row in {run["row"] for run in runs}]
+    most = max(seeds, key=len, default=[])
+    short = any(one != most for one in seeds) and all(one == most[: len(one)] for one in seeds)
+    fewer = " (rows with fewer seeds: the first of them)" if short else ""
+    sentences.append(f"Made by `{command(table, scale, runs)}`{fewer}.")
     return "\n".join(sentences)
+
+
+def command(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """What makes these runs; where rows differ in their seeds, all of them."""
+    parts = [f"abc-attn reproduce {table.name}"]
+    seeds = sorted({run["seed"] for run in runs})
+    if scale != SCALES[0]:
+        parts.append(f"--scale {scale}")
+    if seeds != [0]:
+        parts.append(f"--seeds {' '.join(map(str, seeds))}")
+    if scale in table.data:
+        parts.append(f"--set {table.data[scale]}")
+    return " ".join(parts)
+
+
+def _ends(ordered: Sequence[int]) -> list[int]:
+    return [ordered[0], *ordered[-1:]] if len(ordered) > 1 else [*ordered]
 
 
 def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -93,7 +122,8 @@ def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[
     for row, runs in rows.items():
         values = runs[0]["values"]
         shown = [_shown(figures(runs, column), table.decimals) for column in group.columns]
-        lines.append([row, _control(values), _slots(values), str(len(runs)), *shown])
+        name = row if row in table.paper or not table.paper else f"{row} (ours)"
+        lines.append([name, _control(values), _slots(values), str(len(runs)), *shown])
     return Section(group.title, group.reading, ["row", "control", "slots", "seeds", *group.columns.values()], lines)
 
 
@@ -115,6 +145,7 @@ def _slots(values: Mapping[str, Any]) -> str:
 def _shown(found: Sequence[float], decimals: int) -> str:
     if not found:
         return "n/a"
-    mean = f"{statistics.fmean(found):.{decimals}f}"
-    spread = f" ({min(found):.{decimals}f} to {max(found):.{decimals}f})"
-    return mean if min(found) == max(found) else mean + spread
+    mean = statistics.fmean(found)
+    decimals = min(decimals, 1) if mean >= 100 else decimals  # more would only show how far seeds are apart
+    spread = f" ({min(found):,.{decimals}f} to {max(found):,.{decimals}f})"
+    return f"{mean:,.{decimals}f}" + (spread if min(found) < max(found) else "")
