@@ -47,7 +47,7 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     # An empty folder that cannot be replaced (a mounted volume, or a parent that is read-only) is filled instead.
-    inside = path.is_dir() and (os.path.ismount(path) or not os.access(path.parent, os.W_OK))
+    inside = path.is_dir() and (os.path.ismount(path) or not may_write(path.parent))
     try:
         with _partial(path if inside else path.parent, path.name) as partial:
             folder = partial / path.name
@@ -106,6 +106,11 @@ def _remove_abandoned(partial: Path) -> None:
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             os.close(handle)
+
+
+def may_write(folder: Path) -> bool:
+    """Whether this process may make files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def sync(folder: Path) -> None:

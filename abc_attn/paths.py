@@ -9,12 +9,13 @@ import gzip
 import json
 import lzma
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from abc_attn.files import PARTIAL
+from abc_attn.files import PARTIAL, may_write
 
 # The JSON files of a saved model, each an object. transformers ignores some of them silently where they are damaged.
 JSON_FILES = (
@@ -34,6 +35,7 @@ def saved_model(folder: Path) -> dict[str, Any]:
     """The config.json of a model that `save_pretrained` wrote into `folder`, whose other JSON files can be read too."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no saved model at {folder}: a folder with config.json and weights is needed")
+    check_utf8(folder)
     found = {name: json_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json but no weights (*.safetensors)")
@@ -59,7 +61,21 @@ def new_folder(folder: Path) -> Path:
         raise FileExistsError(f"{folder} is a file: name a new folder")
     if folder.is_dir() and any(not part.name.endswith(PARTIAL) for part in folder.iterdir()):  # left by a kill
         raise FileExistsError(f"{folder} exists and is not empty: name a new folder")
+    check_utf8(folder)
     return writable_folder(folder)
+
+
+def check_utf8(path: Path) -> None:
+    """Refuse a path that is not UTF-8, or has letters that the locale lacks: tokenizers and safetensors need both."""
+    try:
+        str(path.absolute()).encode("utf-8")
+    except UnicodeEncodeError:
+        try:
+            os.fsencode(path.absolute()).decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: this path is not UTF-8, and could not be opened everywhere: rename it") from None
+        encoding = sys.getfilesystemencoding()
+        raise ValueError(f"{path}: this path has letters that {encoding} lacks: set PYTHONUTF8=1") from None
 
 
 def writable_folder(folder: Path) -> Path:
@@ -69,14 +85,14 @@ def writable_folder(folder: Path) -> Path:
         there = there.parent
     if not there.is_dir():
         raise NotADirectoryError(f"{folder} cannot be made: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not may_write(there):
         raise PermissionError(f"{folder} cannot be written: {there} is not writable")
     return folder
 
 
 def new_file(file: Path) -> Path:
     """A file to write, in a folder that exists and is writable."""
-    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+    if file.is_dir() or not may_write(file.absolute().parent):
         raise OSError(f"{file} cannot be written: name a file in a folder that exists and is writable")
     return file
 

@@ -184,7 +184,7 @@ def caches() -> tuple[BoundedCache, BoundedCache]:
 
 
 def save_states() -> None:
-    for number in range(300):
+    for number in range(100):
         save_state(caches()[number % 2], "state.safetensors")
 
 
@@ -208,7 +208,7 @@ def tokenize() -> None:
 
 def _lines(seed: int) -> Iterator[str]:
     chance = random.Random(seed)
-    for _ in range(1500):
+    for _ in range(400):
         yield " ".join(chance.choices([f"word{i}" for i in range(50)], k=12)) + "\n"
 
 

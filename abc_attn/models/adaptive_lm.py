@@ -103,7 +103,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
                     f"{name} must be one for all layers or a list of one for each of num_hidden_layers="
                     f"{self.num_hidden_layers}, got {len(given)}: {given}"
                 )
-        for heads in map(self.key_value_heads, range(self.num_hidden_layers)):
+        given = self.num_key_value_heads
+        for heads in given if isinstance(given, list) else [self.key_value_heads(0)]:
             if not 0 < heads <= self.num_attention_heads or self.num_attention_heads % heads:
                 raise ValueError(
                     f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got {heads}"
