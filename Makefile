@@ -45,9 +45,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 test: .venv/installed
 	@$(PYTEST) -m 'not oracle and not pretrained and not processes and not nightly'
 
-QUICK := contract identities mutations numerics state structure
+QUICK := attention/test_contract controls/test_identities kernels/test_mutations core/test_numerics core/test_state test_structure
 test-quick: .venv/installed
-	@$(PYTEST) -m 'not thorough and not nightly' $(QUICK:%=tests/test_%.py)
+	@$(PYTEST) -m 'not thorough and not nightly' $(QUICK:%=tests/%.py)
 
 test-nightly: .venv/installed
 	@$(PYTEST) -m nightly
@@ -65,11 +65,11 @@ test-hf: .venv/installed-pretrained
 		tar xzf $(UPSTREAM)/transformers-$$version.tar.gz -C $(UPSTREAM); \
 	fi; \
 	TRANSFORMERS_TESTS=$(UPSTREAM)/transformers-$$version/tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-		-o addopts= -o filterwarnings=ignore tests/test_hf_upstream.py
+		-o addopts= -o filterwarnings=ignore tests/hf/test_hf_upstream.py
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m processes
 
 test-pretrained: .venv/installed-pretrained
-	@$(BIN)/python -m pytest -m pretrained -s -rs tests/test_pretrained.py
+	@$(BIN)/python -m pytest -m pretrained -s -rs tests/hf/test_pretrained.py
 
 # The native kernels once more, in a copy compiled to stop at any access outside its tensors or undefined behaviour.
 # -O3 as installed: without it products and sums are rounded one by one, and the tests are of another arithmetic.
@@ -85,7 +85,7 @@ IN_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
 	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 test-sanitize: sanitized
 	@$(IN_SANITIZED) PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
-		tests/test_native.py tests/test_banded.py tests/test_contract.py -k 'native and not instruction and not compile and not forced'
+		tests/kernels/test_native.py tests/kernels/test_banded.py tests/attention/test_contract.py -k 'native and not instruction and not compile and not forced'
 
 # Hostile input: a failure prints the command that repeats it.
 FUZZ :=

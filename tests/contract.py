@@ -210,6 +210,14 @@ def distance(found: Tensor, reference: Tensor) -> float:
     return max(differs, far) if not math.isnan(far) else torch.inf
 
 
+def assert_same_state(a: State, b: State, tolerance: float) -> None:
+    assert a.control == b.control
+    found, expected = results(state=a), results(state=b)
+    assert found.keys() == expected.keys()
+    for name, part in found.items():
+        assert distance(part, expected[name]) <= tolerance, name
+
+
 class Expected:
     """What `scenario(backend)`, run in fp64, gives with the reference, and how far that moves."""
 

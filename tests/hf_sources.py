@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from abc_attn import CONTROLS
@@ -124,3 +125,19 @@ def rows(model: Any, count: int) -> list[dict[str, Tensor]]:
     columns = {"input_ids": ids.where(place < lengths, PAD), "attention_mask": (place < lengths).long()}
     columns["labels"] = labels
     return [{name: column[row] for name, column in columns.items()} for row in range(count)]
+
+
+# For the commands: a model with a tokenizer of words beside it
+
+WORDS = ["<s>", "<pad>", "</s>", *(f"w{i}" for i in range(3, 61))]
+TEXT = " ".join(WORDS[3 + i * i % 58] for i in range(90))
+
+
+def save(model: Any, folder: Any) -> Any:
+    """A model and a tokenizer of words beside it."""
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "mask_token": "w60"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder

@@ -47,7 +47,7 @@ LIGHT = {"files", "paths", "plugins", "progress", "provenance", "recipes", "task
 
 LONGEST = 600  # lines
 # file -> why it may be longer.
-LONG = {"tests/test_identities.py": "one test for each equation of the paper, in the paper's order"}
+LONG = {"tests/controls/test_identities.py": "one test for each equation of the paper, in the paper's order"}
 
 
 def room(path: Path) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from abc_attn import BoundedAttention, State
 
-FOLDER = Path(__file__).parent / "files" / "v0.1"
+FOLDER = Path(__file__).parents[1] / "files" / "v0.1"
 TOLERANCE = 1e-5
 
 

@@ -14,7 +14,7 @@ from abc_attn.report.page import markdown
 from abc_attn.report.runs import read_runs
 from abc_attn.training import load_recipe
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 every_table = pytest.mark.parametrize("table", recipes.tables())
 
 

@@ -16,7 +16,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_cli import refused_in_one_line  # noqa: E402
+from command_line import refused_in_one_line  # noqa: E402
 from tiny_text import fill  # noqa: E402
 
 from abc_attn.cli import main  # noqa: E402

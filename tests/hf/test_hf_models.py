@@ -219,8 +219,8 @@ if trainer.is_world_process_zero():
 
 def run_script(tmp_path, name, batch_size, *launcher):
     (tmp_path / "train.py").write_text(SCRIPT)
-    arguments = [tmp_path / "train.py", tmp_path / name, str(batch_size), Path(__file__).parent]
-    root = str(Path(__file__).parents[1])
+    arguments = [tmp_path / "train.py", tmp_path / name, str(batch_size), Path(__file__).parents[1]]
+    root = str(Path(__file__).parents[2])
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),

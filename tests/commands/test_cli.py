@@ -240,20 +240,6 @@ def test_an_interrupted_training_says_how_to_go_on(monkeypatch, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
-def refused_in_one_line(arguments, said, capsys):
-    """For other files: a command that is refused, when torch is needed to know that."""
-    try:
-        code = main(arguments)
-    except SystemExit as exit:
-        code = exit.code
-    shown = capsys.readouterr()
-    assert code == 2
-    assert shown.out == ""
-    assert shown.err.startswith("abc-attn: error: ")
-    assert shown.err.count("\n") == 1
-    assert said in shown.err
-
-
 class Page(HTMLParser):
     """Collects the tags of a page and fails where they do not nest."""
 

@@ -9,26 +9,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import source  # noqa: E402
-from test_cli import refused_in_one_line  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from command_line import refused_in_one_line  # noqa: E402
+from hf_sources import TEXT, WORDS, save, source  # noqa: E402
 
 from abc_attn.cli import main  # noqa: E402
 from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import convert  # noqa: E402
-
-WORDS = ["<s>", "<pad>", "</s>", *(f"w{i}" for i in range(3, 61))]
-TEXT = " ".join(WORDS[3 + i * i % 58] for i in range(90))
-
-
-def save(model, folder):
-    """A model and a tokenizer of words beside it."""
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<s>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "mask_token": "w60"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMIT = commit()  # before the first result is written, which is a change
 DATA = Path(os.environ.get("ABC_ATTN_DATA", ROOT.parent / "shared" / "data"))
 STREAM = {"control": "global:4+window:508", "positions": "slot"}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import WIDTHS, Case, build, error, gradient_error, gradients, tokens, vector_width
-from test_contract import assert_same_state
+from contract import WIDTHS, Case, assert_same_state, build, error, gradient_error, gradients, tokens, vector_width
 
 from abc_attn import CONTROLS, BoundedAttention, Memory, make_control
 from abc_attn.controls.positional import Window

@@ -7,7 +7,7 @@ import pytest
 
 from abc_attn.report import write_report
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 class Page(HTMLParser):

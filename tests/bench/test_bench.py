@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_cli import refused_in_one_line
+from command_line import refused_in_one_line
 
 from abc_attn import bench, mlp_attention
 from abc_attn.bench import measure

@@ -118,8 +118,7 @@ def test_controls_of_packages_and_modules_are_listed(package, capsys):
 def llama(place):
     """A folder with a tiny Llama and its tokenizer, and a text."""
     transformers = pytest.importorskip("transformers")
-    from hf_sources import source
-    from test_hf_commands import TEXT, save
+    from hf_sources import TEXT, save, source
 
     (place / "text.txt").write_text(TEXT)
     return save(source(transformers.LlamaForCausalLM), place / "llama")

@@ -18,9 +18,9 @@ from contract import (
     Results,
     accepted,
     as_parameters,
+    assert_same_state,
     build,
     compare,
-    distance,
     error,
     few,
     gradient_error,
@@ -32,7 +32,7 @@ from contract import (
     vector_width,
 )
 
-from abc_attn import Memory, State
+from abc_attn import Memory
 from abc_attn.core import prepare, write_token
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -47,14 +47,6 @@ remembered = lru_cache(maxsize=64)
 def form(request):
     with vector_width(request.param.width):
         yield request.param
-
-
-def assert_same_state(a: State, b: State, tolerance: float) -> None:
-    assert a.control == b.control
-    found, expected = results(state=a), results(state=b)
-    assert found.keys() == expected.keys()
-    for name, part in found.items():
-        assert distance(part, expected[name]) <= tolerance, name
 
 
 def skip_unless_online(case, causal):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import CASES, CAUSAL, build, error, few, tokens
-from test_contract import assert_same_state
+from contract import CASES, CAUSAL, assert_same_state, build, error, few, tokens
 
 from abc_attn import CONTROLS, BoundedAttention, State, make_control
 from abc_attn.controls.learned import MLP

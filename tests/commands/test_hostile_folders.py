@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
-from test_cli import refused_in_one_line  # noqa: E402
+from command_line import refused_in_one_line  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn import BoundedAttention, make_control  # noqa: E402
