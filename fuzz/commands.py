@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import yaml
 from transformers import TrainingArguments
 
 from abc_attn.cli import main, make_parser
 from abc_attn.hf import AdaptiveLMConfig
 from abc_attn.tasks import TASKS, get_task
+from abc_attn.training.recipe import OF_TRAINING
+from abc_attn.training.values import kinds_of
 from fuzz.folders import folders
 
 NAME = "commands"
@@ -202,7 +205,9 @@ def fill(chance: random.Random, folder: Path) -> None:
     (table.parent / "table.yaml").write_text(_maybe_broken(chance, yaml.safe_dump(_changed(chance, TABLE, VALUES))))
     (folder / "bad.py").write_text("def")
     (folder / "results" / "small").mkdir(parents=True)
-    (folder / "results" / "small" / "runs.jsonl").write_text(chance.choice(["", "{}\n", "[1]\n", "x\n", "null\n"]))
+    (folder / "results" / "small" / "runs.jsonl").write_text(
+        chance.choice([""] * 9 + ["{}\n", "[1]\n", "x\n", "null\n"])
+    )
 
 
 TABLE = {"title": "t", "task": "copy", "reading": "r", "columns": {"accuracy": "a"}, "decimals": 2}
@@ -222,7 +227,16 @@ def keys() -> list[str]:
 
 
 KEYS = keys()
-HINTS = typing.get_type_hints(TrainingArguments)
+HINTS = typing.get_type_hints(TrainingArguments) | typing.get_type_hints(AdaptiveLMConfig, localns={"torch": torch})
+CHOOSABLE = sorted({*OF_TRAINING, *get_task("copy").model_keys(), *TEXT, "items", "task", "init_from"})
+OF_KIND: dict[type, list[Any]] = {
+    bool: [True, False],
+    int: [1, 2, 3, 8],
+    float: [0.0, 0.1, 0.5, 1.0, 2],
+    str: ["steps", "epoch", "no", "linear", "cosine", "sgd", "adamw_torch", "adafactor", "none", "info", "mlp:2", "x"],
+    list: [[], ["x"], [1, 2], ["loss"], [4]],
+    dict: [{}, {"x": 1}, {"num_cycles": 1}],
+}
 
 
 def recipe(chance: random.Random) -> str:
@@ -232,14 +246,23 @@ def recipe(chance: random.Random) -> str:
         del values["task"], values["items"], values["vocab_size"]
         values |= TEXT
     for _ in range(chance.choice([0, 0, 1, 1, 2])):
-        key = chance.choice(KEYS)
+        key = a_key(chance)
         values[key] = a_value(chance, key)
     return _maybe_broken(chance, yaml.safe_dump(values, allow_unicode=True))
 
 
+def a_key(chance: random.Random) -> str:
+    """Most often one that a recipe may choose."""
+    return chance.choice(CHOOSABLE if chance.random() < 0.8 else KEYS)
+
+
 def a_value(chance: random.Random, key: str) -> Any:
+    """Half of them of the kind that the key takes."""
     if key in CAREFUL:
         return chance.choice(CAREFUL[key])
+    if key in HINTS and chance.random() < 0.5:
+        fitting = [value for kind in sorted(kinds_of(HINTS[key]), key=str) for value in OF_KIND.get(kind, [None])]
+        return chance.choice(fitting or [None])
     if key == "control" and chance.random() < 0.8:
         return chance.choice(CONTROLS)
     return chance.choice(VALUES)
@@ -247,10 +270,9 @@ def a_value(chance: random.Random, key: str) -> Any:
 
 def _changed(chance: random.Random, document: dict[str, Any], values: list[Any]) -> dict[str, Any]:
     changed = dict(document)
-    if chance.random() < 0.5:
-        changed[chance.choice([*document, "x", "paper", "more", "plot", "grid", "notes", "scales"])] = chance.choice(
-            values
-        )
+    if chance.random() < 0.3:
+        key = chance.choice([*document, "x", "paper", "more", "plot", "grid", "notes", "scales"])
+        changed[key] = chance.choice(values)
     return changed
 
 
@@ -277,7 +299,7 @@ def command_line(chance: random.Random) -> list[str]:
         parser = inner[words[-1]]
     actions = [action for action in parser._actions if action.dest != "help"]
     for action in actions:
-        needed = action.required or not action.option_strings
+        needed = action.required or not action.option_strings or action.dest == "recipes"
         if chance.random() < (0.98 if needed else 0.15):
             words += an_option(chance, name, action)
     if chance.random() < 0.05:
@@ -343,14 +365,14 @@ SAFE = {"output", "target", "copy"}  # are written to: only names in this folder
 def a_word(chance: random.Random, command: str, action: argparse.Action) -> str:
     hostile = chance.random() < 0.08
     if action.dest in ("overrides", "set"):
-        key = chance.choice(KEYS)
+        key = a_key(chance)
         if chance.random() < 0.05:
             return chance.choice(TEXTS)
         if key not in CAREFUL and chance.random() < 0.3:
             return f"{key}={chance.choice([*NUMBERS, *TEXTS])}"
         return f"{key}={yaml.safe_dump(a_value(chance, key), default_flow_style=True).splitlines()[0]}"
     if action.dest in GOOD and (not hostile or action.dest in SAFE):
-        return GOOD[action.dest][0] if chance.random() < 0.7 else chance.choice(GOOD[action.dest])
+        return GOOD[action.dest][0] if chance.random() < 0.85 else chance.choice(GOOD[action.dest])
     if action.choices and not hostile:
         return str(chance.choice(list(action.choices)))
     if callable(action.type) and action.type is not Path:

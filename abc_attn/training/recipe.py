@@ -40,7 +40,7 @@ _FIXED = {
 }
 # May change between a run and its continuation, beside what the task's settings call a place.
 _HARMLESS = {"output_dir", "report_to", "save_total_limit", "logging_dir"}
-_OF_TRAINING = {known.name for known in fields(TrainingArguments) if known.init} - _FIXED.keys()
+OF_TRAINING = {known.name for known in fields(TrainingArguments) if known.init} - _FIXED.keys()
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Recipe:
 
     def training(self) -> dict[str, Any]:
         """The arguments for TrainingArguments that the recipe, its task or our defaults give."""
-        given = {name: value for name, value in self.values.items() if name in _OF_TRAINING}
+        given = {name: value for name, value in self.values.items() if name in OF_TRAINING}
         return (
             self.defaults | self.task.defaults | given | {key: value for key, (value, _) in self.task.decided.items()}
         )
@@ -123,7 +123,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         values = {key: value for key, value in values.items() if key not in sources}
     values |= overrides
     reasons = _FIXED | {key: reason for key, (_, reason) in task.decided.items()}
-    known = task.settings_class.names() | task.model_keys() | _OF_TRAINING
+    known = task.settings_class.names() | task.model_keys() | OF_TRAINING
     for key in values:
         if key in reasons:
             raise ValueError(f"{path}: a recipe cannot choose {key}: {reasons[key]}")
