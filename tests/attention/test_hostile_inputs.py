@@ -9,9 +9,10 @@ from contract import CASES, CAUSAL, EMBED, build, few, tokens
 from abc_attn import BoundedAttention, Write, read, scan
 from abc_attn.kernels import describe_backends
 
-BACKENDS = ["auto", *(name for name, available, _ in describe_backends() if available)]
+BACKENDS = [name for name, available, _ in describe_backends() if available]
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+# "auto" takes the native kernels where they are; the loop of the reference sees no later token by itself.
+every_backend = pytest.mark.parametrize("backend", ["auto", "torch"])
 
 
 def made(case, backend):
