@@ -73,7 +73,7 @@ def mean(
         return Declined("the size of the weights must be known, which a traced graph does not tell")
     if q.shape[2] == 1:
         return Declined("of one token there is nothing to sum")
-    if not all_finite(k, v) or not bool((log_weights.detach() < torch.inf).all()):  # nor is NaN below infinity
+    if not all_finite(k, v) or (log_weights.numel() and not bool(log_weights.detach().amax() < torch.inf)):
         return Declined("a token is not finite, and no earlier output may depend on it")
     with torch.no_grad():  # a total only grows: what opens a slot is about its smallest
         opening = torch.maximum(log_weights[:, :, 0], log_total)
