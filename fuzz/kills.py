@@ -173,7 +173,7 @@ def convert_again() -> None:
 @functools.cache
 def caches() -> tuple[BoundedCache, BoundedCache]:
     """What a model remembers of two texts."""
-    model: Any = convert(small(LlamaForCausalLM), "mlp:256")
+    model: Any = convert(small(LlamaForCausalLM), "mlp:32")
     made = []
     for seed in (0, 1):
         cache = BoundedCache()
