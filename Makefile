@@ -15,7 +15,7 @@ endif
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
 	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
-	@echo "make test           run the tests (about 5 minutes on 2 cores)"
+	@echo "make test           run the tests (3 to 8 minutes on 2 cores)"
 	@echo "make test-quick     run those of the mathematics, of fewer sizes and forms (under a minute)"
 	@echo "make test-nightly   run the long forms of some tests"
 	@echo "make check          run ruff and mypy"
