@@ -6,9 +6,11 @@ has lost no more than the steps since its last checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
@@ -86,6 +88,7 @@ def killed(do: Callable[[], object], moment: float | None) -> bool:
 def whole(kind: str) -> Path:
     """A folder in which the work was never killed."""
     folder = Path(tempfile.mkdtemp(prefix="whole."))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     before = Path.cwd()
     os.chdir(folder)
     try:

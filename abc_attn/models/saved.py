@@ -24,6 +24,7 @@ from abc_attn.paths import saved_model
 # Sizes that building a model takes time for, before its weights are compared: each layer has a weight at least.
 _DEPTHS = ("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers")
 _POSITIONS = ("max_position_embeddings", "n_positions")  # tables, where positions do not rotate
+_SIZES = ("vocab_size", "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "num_attention_heads", "n_head")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
@@ -75,7 +76,7 @@ def _check_numbers(folder: Path, saved: dict[str, Any], weights: int) -> None:
     for name, value in saved.items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise ValueError(f"{file}: {name}={value!r:.40} is beyond any model")
-        if name in _DEPTHS and isinstance(value, int) and value < 1:
+        if name in (*_DEPTHS, *_WIDTHS, *_SIZES) and isinstance(value, int) and value < 1:
             raise ValueError(f"{file}: {name} must be a whole number from 1, got {value!r}")
         if name in _DEPTHS and isinstance(value, int) and weights and value > weights:
             raise ValueError(f"{file}: {name}={value}, and there are {weights} weights in all")
@@ -115,5 +116,6 @@ def damaged(what: str) -> Iterator[None]:
     except Exception as error:
         said = " ".join(str(error).split())
         if isinstance(error, (ValueError, OSError)):
-            raise ValueError(said if what.partition(" ")[0] in said else f"{what}: {said}") from error
+            named = what.partition(" ")[0].rstrip(":") in said
+            raise ValueError(said if named else f"{what}: {said}") from error
         raise ValueError(f"{what}: {type(error).__name__}: {said}") from error

@@ -74,6 +74,7 @@ DAMAGES = {
     "width -1": (in_config(hidden_size=-1), "config.json"),
     "width x": (in_config(hidden_size="x"), "hidden_size"),
     "no heads": (in_config(num_attention_heads=0), "config.json"),
+    "no width inside": (in_config(intermediate_size=0), "intermediate_size must be a whole number from 1, got 0"),
     "no layers": (in_config(num_hidden_layers=0), "num_hidden_layers must be a whole number from 1, got 0"),
     "a layer more": (in_config(num_hidden_layers=2, intermediate_size=8), "config.json"),
     "many layers": (in_config(num_hidden_layers=10**9), "num_hidden_layers=1000000000, and there are "),
