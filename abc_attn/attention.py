@@ -129,11 +129,12 @@ class MemoryAttention(nn.Module):
             assert inner is not None
             inner = (below, *inner[1:])
         options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "backend": self.backend}
-        weights = self.control.log_weights(source)
-        if weights is not None:
+        mean = self.control.mean(source)
+        if mean is not None:
             assert inner is not None
+            options |= {"log_keep": mean.log_keep, "causal": self.causal}
             out, memory, log_total = mean_attention(
-                q, k, v, weights, memory, inner[0], self.reading, causal=self.causal, **options
+                q, k, v, mean.log_weights, memory, inner[0], self.reading, **options
             )
             return out, State(memory, (log_total,), length, self._described)
         decided, inner = self.control(source, k, key_padding_mask, inner)

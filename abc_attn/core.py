@@ -57,6 +57,14 @@ class Memory(NamedTuple):
     used: Tensor  # b h n     bool: written since it was last emptied
 
 
+class Mean(NamedTuple):
+    """What a control decides whose slots are means: A_t = A_{t-1} + w_t and the sum of w [k, v] likewise; or, if they
+    forget, A_t = f_t A_{t-1} + (1 - f_t) w_t."""
+
+    log_weights: Tensor | None  # b h t n   log w, -inf leaves a slot alone; None: w = 1, beside log_keep
+    log_keep: Tensor | None = None  # b h t n, or b h t 1 for all slots alike   log f <= 0; None forgets nothing
+
+
 class Reading(NamedTuple):
     """How a memory is read. A control decides the first three, the attention around it the others."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Write, decay_after, memory_dtype, transformed
+from abc_attn.core import Mean, Write, transformed
 
 
 def empty_total(batch: int, heads: int, slots: int, like: Tensor) -> Tensor:
@@ -19,34 +19,42 @@ def empty_total(batch: int, heads: int, slots: int, like: Tensor) -> Tensor:
 
 
 def running_mean(
-    log_weights: Tensor,
+    mean: Mean,
     log_total: Tensor,
     key_padding_mask: Tensor | None = None,
-    gate: Tensor | None = None,
     *,
     causal: bool,
 ) -> tuple[Write, Tensor]:
-    """The write that keeps every slot a weighted mean, and the new log_total.
+    """The write that keeps every slot a weighted mean, and the new log_total `b h n`, fp64.
 
-    log_weights `b h t n` (-inf leaves a slot alone), log_total `b h n` fp64. With the logits `gate` `b h t 1`,
-    g = sigmoid(gate): A_t = g_t A_{t-1} + (1 - g_t) w_t, numerator and denominator alike. If not `causal` only the
-    memory after the last token is meant, so the sum over all tokens divides at once.
+    If not `causal` only the memory after the last token is meant, so the sum over all tokens divides at once. It is
+    read as a whole: there is no order in it to forget by, and 1 - f only weighs.
     """
-    dtype = memory_dtype(log_weights)
-    log_weights = log_weights.double()
-    if gate is not None:
-        log_weights = log_weights + F.logsigmoid(-gate.double())
-        keep = F.logsigmoid(gate.double())
+    keep = None if mean.log_keep is None else mean.log_keep.double()
+    log_weights = weights_of(mean._replace(log_keep=keep)).double()
+    dtype = torch.promote_types(torch.float32, next(x.dtype for x in mean if x is not None))
     if key_padding_mask is not None:
         padding = key_padding_mask[:, None, :, None]
         log_weights = log_weights.masked_fill(padding, -torch.inf)
-        if gate is not None:
-            keep = keep.masked_fill(padding, 0)
-    return (
-        _whole(log_weights, log_total, key_padding_mask, None if gate is None else keep, dtype)
-        if not causal
-        else _prefixes(log_weights, log_total, None if gate is None else keep, dtype)
-    )
+        keep = None if keep is None else keep.masked_fill(padding, 0)
+    if causal:
+        return _prefixes(log_weights, log_total, keep, dtype)
+    return _whole(log_weights, log_total, key_padding_mask, dtype)
+
+
+def weights_of(mean: Mean) -> Tensor:
+    """The logarithm of what a token adds to the sums: w, or (1 - f) w; `b h t n`."""
+    if mean.log_keep is None:
+        assert mean.log_weights is not None
+        return mean.log_weights
+    entering = log_forgotten(mean.log_keep)
+    return entering if mean.log_weights is None else mean.log_weights + entering
+
+
+def log_forgotten(log_keep: Tensor) -> Tensor:
+    """log(1 - f) from log f <= 0; -inf, with a zero gradient, where nothing is forgotten."""
+    nothing = log_keep == 0
+    return log_keep.masked_fill(nothing, -1).expm1().neg().log().masked_fill(nothing, -torch.inf)
 
 
 def _prefixes(log_weights: Tensor, log_total: Tensor, keep: Tensor | None, dtype: torch.dtype) -> tuple[Write, Tensor]:
@@ -65,11 +73,8 @@ def _prefixes(log_weights: Tensor, log_total: Tensor, keep: Tensor | None, dtype
 
 
 def _whole(
-    log_weights: Tensor, log_total: Tensor, key_padding_mask: Tensor | None, keep: Tensor | None, dtype: torch.dtype
+    log_weights: Tensor, log_total: Tensor, key_padding_mask: Tensor | None, dtype: torch.dtype
 ) -> tuple[Write, Tensor]:
-    if keep is not None:
-        log_weights = log_weights + decay_after(keep)
-        log_total = log_total + keep.sum(2)
     total = logsumexp(torch.cat([log_total[:, :, None], log_weights], dim=2))
     phi = (log_weights - total[:, :, None]).masked_fill(log_weights == -torch.inf, -torch.inf).exp()
     # What was there before decays once, as the first real token enters.
@@ -179,8 +184,8 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-un
 
 def _no_second_derivative(ctx, *_):  # type: ignore[no-untyped-def]
     raise NotImplementedError(
-        "a running mean with a gate, or on the reference backend, has second derivatives under torch.func only: "
-        "nest torch.func.grad there"
+        "a running mean on the reference backend has second derivatives under torch.func only: nest torch.func.grad "
+        "there, or use backend='torch'"
     )
 
 

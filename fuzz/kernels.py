@@ -1,4 +1,5 @@
-"""Kernels against the fp64 loop: outputs, gradients and states, in every backend and vector width, with threads.
+"""Kernels against the fp64 loop: outputs, gradients and states, with threads. A case is run by the torch backend and by
+the native one in one of its vector widths.
 
 What is allowed follows the rule of docs/numerics.md: 1e-5, and SLACK times what one fp32 rounding of everything that
 goes from one step of the loop to the next moves the fp64 result by.
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abc_attn import Memory, Write, mlp_attention, scan
-from abc_attn.core import Reading, divide, group_heads, prepare, query_scale, softmax_weights, write_token
-from abc_attn.kernels import describe_backends, native
-from abc_attn.normaliser import empty_total, running_logsumexp
+from abc_attn import Memory, Write, scan
+from abc_attn.core import Mean, Reading, divide, group_heads, prepare, query_scale, softmax_weights, write_token
+from abc_attn.kernels import describe_backends, mean_attention, native
+from abc_attn.normaliser import empty_total, running_logsumexp, weights_of
 
 NAME = "kernels"
 FLOOR, UNIT, SLACK, DRAWS = 1e-5, 2.0**-24, 8, 6
@@ -25,12 +26,13 @@ DECAYS = (None, (1e-3,), (0.3,), (30.0,), (0.0, 1e-3, 1.0, 80.0), (0.0, 200.0), 
 
 
 class _Off(torch.autograd.Function):
-    """x times 1 + unit * u, with u uniform in [-1, 1]; its gradient likewise."""
+    """x times 1 + unit * u, with u uniform in [-1, 1], and 0 below fp32's range; its gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, unit: float, draw: torch.Generator) -> Tensor:
         ctx.unit, ctx.draw = unit, draw
-        return x * (1 + unit * (2 * torch.rand(x.shape, generator=draw, dtype=x.dtype) - 1))
+        off = x * (1 + unit * (2 * torch.rand(x.shape, generator=draw, dtype=x.dtype) - 1))
+        return off.masked_fill(off.abs() < torch.finfo(torch.float32).tiny, 0)
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> Any:
@@ -58,8 +60,11 @@ def loop(tensors: dict[str, Tensor | None], how: dict[str, Any], unit: float, se
     q, k, v, padding = given["q"], given["k"], given["v"], tensors["padding"]
     memory = Memory(*(given[f"memory.{field}"] for field in Memory._fields)) if how["memory"] else None
     if how["mean"]:
-        start = given["log_total"] if how["memory"] else empty_total(*k.shape[:2], given["phi"].shape[-1], k)
-        decided, log_total = _mean(given["phi"], start, padding, lambda x: _OffBack.apply(x, unit, draw) if unit else x)
+        start = given["log_total"] if how["memory"] else empty_total(*k.shape[:2], how["slots"], k)
+        keep = given["log_decay"]
+        weights = weights_of(Mean(given["phi"], keep))
+        back = (lambda x: _OffBack.apply(x, unit, draw)) if unit else (lambda x: x)
+        decided, log_total = _mean(weights, keep, start, padding, back)
         decided = Write(off(decided.phi), off(decided.log_decay))
     else:
         decided, log_total = Write(given["phi"], given["log_decay"], tensors["readable"]), None
@@ -88,15 +93,22 @@ def loop(tensors: dict[str, Tensor | None], how: dict[str, Any], unit: float, se
     return found if log_total is None else found | {"log_total": log_total}
 
 
-def _mean(log_weights: Tensor, start: Tensor, padding: Tensor | None, back: Any) -> tuple[Write, Tensor]:
+def _mean(
+    log_weights: Tensor, log_keep: Tensor | None, start: Tensor, padding: Tensor | None, back: Any
+) -> tuple[Write, Tensor]:
     """normaliser.running_mean, with the gradient of each side of its differences off, as a kernel computes them."""
     if padding is not None:
         log_weights = log_weights.masked_fill(padding[:, None, :, None], -torch.inf)
+        log_keep = None if log_keep is None else log_keep.masked_fill(padding[:, None, :, None], 0)
+    if log_keep is not None:
+        passed = log_keep.cumsum(2)
+        log_weights = log_weights - back(passed)
     totals = running_logsumexp(back(log_weights), start)
     before = torch.cat([start[:, :, None], totals[:, :, :-1]], dim=2)
     phi = (back(log_weights) - back(totals)).masked_fill(log_weights == -torch.inf, -torch.inf).exp()
     log_decay = (back(before) - back(totals)).masked_fill(before == -torch.inf, 0)
-    return Write(phi, log_decay), totals[:, :, -1].clone()
+    last = totals[:, :, -1].clone()
+    return Write(phi, log_decay), last if log_keep is None else last + passed[:, :, -1]
 
 
 def fast(tensors: dict[str, Tensor | None], how: dict[str, Any], backend: str) -> dict[str, Tensor]:
@@ -104,9 +116,9 @@ def fast(tensors: dict[str, Tensor | None], how: dict[str, Any], backend: str) -
     q, k, v, phi = (tensors[name] for name in ("q", "k", "v", "phi"))
     reading: Reading = how["reading"]
     if how["mean"]:
-        state = (memory, tensors["log_total"]) if how["memory"] else None
-        options = {"scale": reading.scale, "key_padding_mask": tensors["padding"], "backend": backend}
-        out, (memory, log_total) = mlp_attention(q, k, v, phi, state, **options)
+        options = {"causal": True, "key_padding_mask": tensors["padding"], "backend": backend}
+        options |= {"log_keep": tensors["log_decay"]}
+        out, memory, log_total = mean_attention(q, k, v, phi, memory, tensors["log_total"], reading, **options)
         return {"outputs": out, "log_total": log_total} | {f"memory.{f}": x for f, x in memory._asdict().items()}
     options = reading._asdict() | {"key_padding_mask": tensors["padding"], "backend": backend}
     out, memory = scan(q, k, v, Write(phi, tensors["log_decay"], tensors["readable"]), memory, **options)
@@ -118,7 +130,7 @@ def make(case: int) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     draw, dice = torch.Generator().manual_seed(case), random.Random(case)
     b, h, g = dice.choice((1, 1, 2, 3)), dice.choice((1, 2, 3)), dice.choice((1, 1, 2, 3))
     n, d, e = dice.choice((1, 3, 8, 16, 17, 33, 64)), dice.choice((0, 1, 4, 16, 24, 64)), dice.choice((1, 5, 16, 40))
-    t = dice.choice((1, 1, 2, 3, 5, 7, 9, 16, 17, 19, 33, 65))
+    t = dice.choice((1, 2, 3, 3, 5, 5, 7, 9) if dice.random() < 0.8 else (16, 17, 19, 33, 65))  # the loop is slow
     mean, linear = dice.random() < 0.4, dice.random() < 0.4
     linear = linear and not mean
     d = d if mean or d else 4
@@ -135,6 +147,14 @@ def make(case: int) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     tensors["q"] = normal(b, h * g, t, n).abs() if linear else normal(b, h * g, t, d or 1)
     if mean:
         tensors["phi"] = dice.choice((0.1, 1.0, 10.0, 100.0)) * normal(b, h, t, n)
+        forgets = dice.choice(("", "head", "slot", "tied"))
+        if forgets:  # a mixture of sizes: some tokens forget nothing, some all
+            sizes = torch.tensor(dice.choice(((1e-3,), (0.3,), (3.0,), (0.0, 1e-3, 1.0, 20.0), (0.0, 90.0, 1e3))))
+            shape = (b, h, t, 1 if forgets == "head" else n)
+            which = torch.randint(len(sizes), shape, generator=draw)
+            tensors["log_decay"] = -sizes[which] * torch.rand(shape, generator=draw)
+        if forgets == "tied":
+            tensors["phi"] = None
     else:
         phi = normal(b, h, t, n) * t**-0.5
         phi = phi.abs() if linear and dice.random() < 0.8 else phi
@@ -154,7 +174,8 @@ def make(case: int) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
         tensors |= {"memory.used": used, "log_total": normal(b, h, n).double() if mean else None}
     floor = dice.choice((0.0, 0.0, 1.0)) if linear else 0.0
     reading = Reading(linear, floor, not linear and not mean and dice.random() < 0.5, dice.choice((None, 0.5)))
-    return tensors, {"reading": reading, "mean": mean, "memory": memory, "threads": dice.choice((1, 1, 1, 2))}
+    how = {"reading": reading, "mean": mean, "memory": memory, "slots": n}
+    return tensors, how | {"threads": dice.choice((1, 1, 1, 2)), "width": dice.randrange(3)}
 
 
 def with_gradients(run: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
@@ -171,7 +192,7 @@ def with_gradients(run: Any, tensors: dict[str, Tensor | None]) -> dict[str, Ten
     return {name: x.detach() for name, x in found.items()}
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor, name: str) -> float:
     if found.dtype == torch.bool:
         return 0.0 if torch.equal(found, expected) else 1.0
     found, expected = found.double(), expected.double()
@@ -179,7 +200,14 @@ def distance(found: Tensor, expected: Tensor) -> float:
     assert torch.equal(found == -torch.inf, empty), "other sums are empty"
     far = (found - expected).masked_fill(empty, 0).abs()
     size = float(expected.masked_fill(empty, 0).abs().max()) if expected.numel() else 0.0
+    size = max(size, 1.0) if name == "log_total" else size  # a logarithm: see tests/contract.py
     return float(far.max()) / (size or 1.0) if far.numel() else 0.0
+
+
+def beyond(expected: Tensor) -> bool:
+    """Whether it is out of fp32's range, or so close to its end that a sum on the way may be: nothing to compare."""
+    finite = expected[expected.isfinite()]
+    return finite.numel() < (expected != -torch.inf).sum() or bool((finite.abs() > 1e30).any())
 
 
 def run(case: int, folder: Path) -> str:
@@ -189,7 +217,7 @@ def run(case: int, folder: Path) -> str:
     moved: dict[str, float] = {}
     forms = [("torch", None)] if "torch" in BACKENDS else []
     if "native" in BACKENDS:
-        forms += [("native", width) for width in native.widths()]
+        forms += [("native", native.widths()[how["width"] % len(native.widths())])]
     before, width_before = torch.get_num_threads(), native.width() if "native" in BACKENDS else None
     torch.set_num_threads(how["threads"])
     try:
@@ -198,11 +226,14 @@ def run(case: int, folder: Path) -> str:
                 native.use_width(width)
             found = with_gradients(lambda given, backend=backend: fast(given, how, backend), tensors)
             for name, result in found.items():
-                far, allowed = distance(result, expected[name]), FLOOR
+                if result.is_floating_point() and beyond(expected[name]):
+                    continue
+                far, allowed = distance(result, expected[name], name), FLOOR
                 if far > FLOOR and not moved:
                     for seed in range(DRAWS):
                         draw = with_gradients(lambda given, seed=seed: loop(given, how, UNIT, seed), wide)
-                        moved = {key: max(moved.get(key, 0.0), distance(x, expected[key])) for key, x in draw.items()}
+                        far_of = {key: distance(x, expected[key], key) for key, x in draw.items()}
+                        moved = {key: max(moved.get(key, 0.0), far_of[key]) for key in far_of}
                 if far > FLOOR:
                     allowed += SLACK * moved[name]
                 assert far <= allowed, f"{backend} {width}: {name} is off by {far:.3g}, {allowed:.3g} is allowed; {how}"

@@ -15,6 +15,7 @@ from abc_attn import Memory, mlp_attention
 from abc_attn.bench.generation import generate
 from abc_attn.bench.measure import (
     BASELINES,
+    GATES,
     METHODS,
     Work,
     available_bytes,
@@ -89,6 +90,7 @@ def op(tokens: list[int], slots: list[int], width: int, heads: int, repetitions:
         for t in tokens:
             size: dict[str, Any] = {"batch": max(1, 4096 // t), "heads": heads, "tokens": t, "width": width}
             ours = [Work(backend, slots=n, backward=backward, **size) for backend in _backends() for n in slots]
+            ours += [replace(work, gate=gate) for work in ours if work.slots == slots[0] for gate in GATES]
             groups.append([*ours, *(Work(name, backward=backward, **size) for name in BASELINES)])
             check_fits(ours[0])
     with Progress("bench op", 3 * sum(map(len, groups))) as progress:

@@ -37,6 +37,7 @@ REPETITION = 0.02  # seconds: calls quicker than this are timed several at a tim
 WARM = 0.5  # seconds: calls quicker than this are made once, untimed, before each repetition
 SGEMM_SIZE = 2048  # large enough for the full rate
 BASELINES = ("sdpa", "eager")
+GATES = ("head", "slot", "slots")  # mlp with gate="head", with gate="slot", and the control `slots`
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Work:
     slots: int | None = None  # None for the baselines, which have no memory
     causal: bool = True
     backward: bool = False
+    gate: str = ""  # of GATES
 
     @property
     def ours(self) -> bool:
@@ -69,11 +71,24 @@ class Work:
 # The methods.
 
 
-def _mlp(backend: str) -> Callable[[Work, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def run(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:
-        return mlp_attention(q, k, v, control, causal=work.causal, backend=backend)[0]
+def _mlp(backend: str) -> Callable[..., Tensor]:
+    def run(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor, *gate: Tensor) -> Tensor:
+        logits, log_keep = _decide(work, control, *gate)
+        return mlp_attention(q, k, v, logits, log_keep=log_keep, causal=work.causal, backend=backend)[0]
 
     return run
+
+
+def _decide(work: Work, control: Tensor, *gate: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What the controls of these names compute from what they project: logits, and the logarithm of what is kept."""
+    match work.gate:
+        case "":
+            return control, None
+        case "head":
+            return control, F.logsigmoid(gate[0])
+        case "slot":
+            return control, F.logsigmoid(gate[0]) / 8
+    return None, F.logsigmoid(control) / 8  # slots
 
 
 def _linformer(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:
@@ -117,6 +132,8 @@ def make_inputs(work: Work) -> tuple[list[Tensor], Tensor]:
         inputs.append(torch.randn(1, 1, work.tokens, work.slots or 0, generator=generator) * work.tokens**-0.5)
     elif work.ours:
         inputs.append(torch.randn(*shape[:3], work.slots or 0, generator=generator))
+    if work.gate in ("head", "slot"):
+        inputs.append(torch.randn(*shape[:3], 1 if work.gate == "head" else work.slots or 0, generator=generator) + 3)
     return [x.requires_grad_(work.backward) for x in inputs], d_out
 
 
@@ -145,10 +162,9 @@ def check(work: Work, run: Callable[[], tuple[Tensor, ...]]) -> float:
     part = (slice(-1, None), slice(-1, None)) if work.causal else ()
     with torch.enable_grad():
         exact = [x.detach()[part].double().requires_grad_(work.backward) for x in inputs]
-        q, k, v, control = exact
+        q, k, v, control, *gate = exact
         if work.causal:
-            backend = "reference" if work.tokens <= 512 else "torch"
-            out = mlp_attention(q, k, v, control, backend=backend)[0]
+            out = _mlp("reference" if work.tokens <= 512 else "torch")(work, q, k, v, control, *gate)
         else:
             phi = control if work.method == "linformer" else control.softmax(2)
             out = (q * work.width**-0.5 @ (phi.mT @ k).mT).softmax(-1) @ (phi.mT @ v)

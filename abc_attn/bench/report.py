@@ -57,15 +57,20 @@ class Row:
     growth: float | None = None  # scaling: time / time at a quarter of the tokens
     peak_growth: float | None = None
     note: str = ""
+    gate: str = ""  # of measure.GATES
+    gate_cost: float | None = None  # its time / the same without a gate
 
     @classmethod
     def of(cls, work: Work) -> Row:
         phase = BACKWARD if work.backward else FORWARD
-        return cls(work.method, phase, work.batch, work.heads, work.tokens, work.width, work.slots)
+        sizes = (work.batch, work.heads, work.tokens, work.width, work.slots)
+        return cls(work.method, phase, *sizes, gate=work.gate)
 
     @property
     def label(self) -> str:
         label = NAMES.get(self.method, self.method) + (f", n={self.slots}" if self.slots else "")
+        if self.gate:
+            label += ", slots" if self.gate == "slots" else f", gate={self.gate}"
         return label + (f", b={self.batch}" if self.method in GENERATING else "")
 
     def passes(self, error: float) -> bool:
@@ -84,9 +89,13 @@ class Row:
 
 
 def compare_rows(rows: Sequence[Row], baselines: Sequence[str] = BASELINES) -> None:
-    """Enter the ratios to the baselines of the same size and phase."""
-    found = {(row.method, row.phase, row.tokens, row.batch): row for row in rows}
+    """Enter the ratios to the baselines of the same size and phase, and to the same method without a gate."""
+    found = {(row.method, row.phase, row.tokens, row.batch): row for row in rows if not row.gate}
+    plain = {(row.method, row.phase, row.tokens, row.batch, row.slots): row for row in rows if not row.gate}
     for row in rows:
+        same = plain.get((row.method, row.phase, row.tokens, row.batch, row.slots))
+        if row.gate and row.seconds and same is not None and same.seconds:
+            row.gate_cost = row.seconds / same.seconds
         for baseline in baselines:
             other = found.get((baseline, row.phase, row.tokens, row.batch))
             if other is None:
@@ -178,7 +187,7 @@ PEAK: list[Column] = [
 ]
 CHECK: list[Column] = [("error", "gate_error", "{:.0e}".format), ("note", "note", str)]
 COLUMNS: dict[str, list[Column]] = {
-    "op": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *CHECK],
+    "op": [*PHASE, *WHICH, *TIME, ("time / no gate", "gate_cost", times), *RATE, *PEAK, *CHECK],
     "decode": [
         ("context", "tokens", "{:,}".format),
         ("method", "label", str),

@@ -6,6 +6,7 @@ A control decides what each token writes (`Write`); it never touches the memory.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.checks import check_inner_like
-from abc_attn.core import Band, Write
+from abc_attn.core import Band, Mean, Write, memory_dtype
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.plugins import load_entry_points
 
@@ -44,6 +45,7 @@ class Control(nn.Module):
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
 
     name: str = ""  # as registered
+    gating: str = ""  # what `describe` says of a gate inside
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -80,6 +82,11 @@ class Control(nn.Module):
     def log_weights(self, x: Tensor) -> Tensor | None:
         """log w, `b h t n`, of a control that is a running mean and no more: one kernel then does it all."""
         return None
+
+    def mean(self, x: Tensor) -> Mean | None:
+        """The same of a control whose means may forget."""
+        weights = self.log_weights(x)
+        return None if weights is None else Mean(weights)
 
     def band(self) -> Band | None:
         """Which tokens a causal query reads, of a control that keeps tokens as they are and no more."""
@@ -138,7 +145,7 @@ class Control(nn.Module):
     def options(cls) -> dict[str, Any]:
         """The options this control declares, with their defaults; any online control takes `gate` besides."""
         options = cls.declared()
-        return options | {"gate": False} if cls.online and cls.composable else options
+        return {"gate": False} | options if cls.online and cls.composable else options
 
     @classmethod
     def declared(cls) -> dict[str, Any]:
@@ -163,7 +170,7 @@ class Control(nn.Module):
         changed = [
             f"{name}={value}" for name, value in set_here.items() if value != self.options()[name] and name != "gate"
         ]
-        changed += ["gate"] if getattr(self, "gate", None) else []
+        changed += [self.gating] if self.gating else []
         changed += ["causal"] if self.causal and self.causal_states_differ else []
         return f"{self.name or type(self).__name__}:{self.slots}" + (f"({', '.join(changed)})" if changed else "")
 
@@ -264,9 +271,9 @@ def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
 
 def _build(cls: type[Control], slots: int | None, sizes: dict[str, Any], options: dict[str, Any]) -> Control:
     gate = options.get("gate", False)
-    if not isinstance(gate, bool):
-        raise TypeError(f"gate must be True or False, got {gate!r}")
     wrap = gate and "gate" not in cls.declared()  # running means put the gate inside
+    if wrap and gate not in (True, "head"):
+        raise ValueError(f"gate must be 'head' (or True) for control {cls.name!r}, or left out, got {gate!r}")
     if "gate" in options and (wrap or not gate):
         options = {option: value for option, value in options.items() if option != "gate"}
     if slots is None:
@@ -322,12 +329,44 @@ class Gate(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mT[..., None]  # b h t 1
 
-    @staticmethod
-    def apply_to(write: Write, logit: Tensor) -> Write:
-        """phi -> (1 - g) phi, and g decays what was there."""
-        keep = F.logsigmoid(logit).expand(-1, -1, -1, write.phi.shape[-1])
-        log_decay = keep if write.log_decay is None else keep + write.log_decay
-        return Write(torch.sigmoid(-logit) * write.phi, log_decay, write.readable)
+    def log_keep(self, x: Tensor) -> Tensor:
+        """log g, `b h t 1`."""
+        logit = self(x)
+        return F.logsigmoid(logit.to(memory_dtype(logit)))
+
+    def apply_to(self, write: Write, x: Tensor, causal: bool) -> Write:
+        """phi -> (1 - g) phi, and g decays what was there; a memory that is read as a whole has no order to forget."""
+        log_keep = self.log_keep(x)
+        phi = -log_keep.expm1() * write.phi
+        if not causal:
+            return write._replace(phi=phi)
+        log_keep = log_keep.expand(-1, -1, -1, write.phi.shape[-1])
+        log_decay = log_keep if write.log_decay is None else log_keep + write.log_decay
+        return Write(phi, log_decay, write.readable)
+
+
+class SlotGate(nn.Linear):
+    """How much of each slot token t keeps: f_t = sigmoid(W x_t + b)^(1/exponent).
+
+    b is such that the slots of a head start with half-lives from 1 token to `half_life`, evenly on a logarithmic scale.
+    The exponent makes one step of training change long half-lives as much as short ones.
+    """
+
+    def __init__(self, control: Control, half_life: float, exponent: float) -> None:
+        self.slots, self.half_life, self.exponent = control.slots, half_life, exponent
+        super().__init__(control.embed_dim, control.num_heads * control.slots)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        lives = torch.logspace(0, math.log2(self.half_life), self.slots, base=2, dtype=torch.float64)
+        kept = 2 ** (-self.exponent / lives)  # f^exponent
+        with torch.no_grad():
+            self.bias.copy_(torch.logit(kept).repeat(self.out_features // self.slots))
+
+    def log_keep(self, x: Tensor) -> Tensor:
+        """log f, `b h t n`."""
+        logit = self(x).unflatten(-1, (-1, self.slots)).transpose(1, 2)
+        return F.logsigmoid(logit.to(memory_dtype(logit))) / self.exponent
 
 
 class Gated(Control):
@@ -352,7 +391,7 @@ class Gated(Control):
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
         write, state = self.control(x, k, key_padding_mask, state)
-        return Gate.apply_to(write, self.gate(x)), state
+        return self.gate.apply_to(write, x, self.causal), state
 
     def features(self, q: Tensor) -> Tensor:
         return self.control.features(q)

@@ -9,19 +9,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.checks import check_log_total
-from abc_attn.controls.base import Control, Gate, InnerState, register_control
-from abc_attn.core import Write, memory_dtype
+from abc_attn.controls.base import Control, Gate, InnerState, SlotGate, register_control
+from abc_attn.core import Mean, Write, memory_dtype
 from abc_attn.normaliser import empty_total, running_mean
 
 ACTIVATIONS = ("exp", "relu", "sigmoid", "softmax")
 NORMALIZATIONS = ("mean", "write")
+GATES = ("head", "slot")
+
+
+def at_least_one(**option: float) -> float:
+    """The option's value, if it is a number from 1."""
+    ((name, value),) = option.items()
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1 <= value < float("inf"):
+        raise ValueError(f"{name} must be a number from 1, got {value!r}")
+    return float(value)
 
 
 @register_control("mlp")
 class MLP(Control):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
-    Not in the paper: `activation="softmax"` lets slots compete for a token.
+    Not in the paper: `activation="softmax"` lets slots compete for a token; `gate="head"` or "slot" lets means forget.
     """
 
     paper = "4, B.1"
@@ -33,7 +42,9 @@ class MLP(Control):
         activation: str = "exp",
         normalization: str = "mean",
         temperature: float = 1.0,
-        gate: bool = False,
+        gate: bool | str | None = False,
+        half_life: float = 512.0,
+        exponent: float = 8.0,
         **sizes: Any,
     ) -> None:
         super().__init__(slots, **sizes)
@@ -43,9 +54,20 @@ class MLP(Control):
             raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}")
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature!r}")
+        if isinstance(gate, bool) or gate is None:
+            gate = "head" if gate else ""
+        if gate not in (*GATES, ""):
+            raise ValueError(f"gate must be one of {', '.join(GATES)} (True: head), or left out, got {gate!r}")
+        if gate == "slot" and normalization != "mean":
+            raise ValueError("gate='slot' is for slots that are means: leave normalization out")
         self.activation, self.normalization, self.temperature = activation, normalization, temperature
+        self.half_life, self.exponent = at_least_one(half_life=half_life), at_least_one(exponent=exponent)
         self.mask_empty = activation == "relu"  # only there can a slot stay empty: all its alphas may be zero
-        self.gate = Gate(self) if gate else None
+        self.gate: Gate | SlotGate | None = None
+        if gate == "head":
+            self.gate, self.gating = Gate(self), "gate"
+        elif gate == "slot":
+            self.gate, self.gating = SlotGate(self, self.half_life, self.exponent), "gate=slot"
         self.proj = nn.Linear(self.embed_dim, self.num_heads * slots, bias=False)  # W_phi, D -> h n
         # Slots that start alike stay alike: for x of unit variance (a normed input) the logits have deviation 1.
         nn.init.normal_(self.proj.weight, std=self.embed_dim**-0.5)
@@ -72,19 +94,20 @@ class MLP(Control):
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
-        log_alpha = self.log_alpha(x)
         assert state is not None
-        gate = None if self.gate is None else self.gate(x)
-        if self.normalization == "mean" or not self.causal:
-            write, log_total = running_mean(log_alpha, state[0], key_padding_mask, gate, causal=self.causal)
+        mean = self.mean(x)
+        if mean is not None:
+            write, log_total = running_mean(mean, state[0], key_padding_mask, causal=self.causal)
             return write, (log_total,)
         # The footnote of section 4: alpha_t is divided by the sum up to t as it is written, and stays as it is.
-        write, log_total = running_mean(log_alpha, state[0], key_padding_mask, causal=True)
+        write, log_total = running_mean(Mean(self.log_alpha(x)), state[0], key_padding_mask, causal=True)
         write = write._replace(log_decay=None)
-        return write if gate is None else Gate.apply_to(write, gate), (log_total,)
+        return self.gate.apply_to(write, x, causal=True) if isinstance(self.gate, Gate) else write, (log_total,)
 
-    def log_weights(self, x: Tensor) -> Tensor | None:
-        return self.log_alpha(x) if self.normalization == "mean" and self.gate is None else None
+    def mean(self, x: Tensor) -> Mean | None:
+        if self.normalization != "mean" and self.causal:
+            return None
+        return Mean(self.log_alpha(x), None if self.gate is None else self.gate.log_keep(x))
 
     def log_alpha(self, x: Tensor) -> Tensor:
         logits = self.logits(x)
@@ -97,3 +120,42 @@ class MLP(Control):
             positive = logits > 0
             return torch.where(positive, logits, 1).log().masked_fill(~positive, -torch.inf)
         return logits
+
+
+@register_control("slots")
+class Slots(Control):
+    """Learned slots that forget, each at its own rate: f_t = sigmoid(W x_t + b)^(1/exponent), and 1 - f_t enters.
+
+    memory_t = f_t memory_{t-1} + (1 - f_t) [k_t, v_t], divided by the same sum of ones: `mlp` with gate="slot" and all
+    alphas equal. Half-lives start at 1 token to `half_life` (SlotGate). Not in the paper.
+    """
+
+    def __init__(self, slots: int, *, half_life: float = 512.0, exponent: float = 8.0, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
+        self.half_life, self.exponent = at_least_one(half_life=half_life), at_least_one(exponent=exponent)
+        self.gate = SlotGate(self, self.half_life, self.exponent)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return cls.declared()  # it is a gate
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return (sizes["embed_dim"] + 1) * sizes["num_heads"] * slots
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return (empty_total(batch, heads, self.slots, like),)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_log_total(inner[0], gated=True)
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        write, log_total = running_mean(self.mean(x), state[0], key_padding_mask, causal=self.causal)
+        return write, (log_total,)
+
+    def mean(self, x: Tensor) -> Mean:
+        return Mean(None, self.gate.log_keep(x))

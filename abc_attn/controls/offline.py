@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from abc_attn.checks import check_count, check_log_total
 from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control, whole
 from abc_attn.controls.positional import count_positions
-from abc_attn.core import Write, full_precision, memory_dtype
-from abc_attn.normaliser import empty_total, running_mean
+from abc_attn.core import Mean, Write, full_precision, memory_dtype
+from abc_attn.normaliser import empty_total, log_forgotten, running_mean
 
 
 @register_control("cluster")
@@ -51,16 +50,16 @@ class Cluster(Control):
         assert state is not None
         centroids, seen, log_total = state
         position, count = count_positions(seen, key_padding_mask, x)
-        gate = None if self.gate is None else self.gate(x)
+        keep = None if self.gate is None else self.gate.log_keep(x)
         with torch.no_grad(), full_precision(k):  # who belongs where carries no gradient
             keys = k.detach().to(centroids.dtype)
             if self.causal:
-                member, centroids = _in_order(keys, position, key_padding_mask, gate, centroids, log_total)
+                member, centroids = _in_order(keys, position, key_padding_mask, keep, centroids, log_total)
             else:
                 member = _k_means(keys, position, count, key_padding_mask, self.slots, self.iterations)
             log_member = torch.zeros_like(member, dtype=keys.dtype).masked_fill(~member, -torch.inf)
         # M_ij / sum_l M_lj is a mean over the members: the running mean of weights that are 0 or 1.
-        write, log_total = running_mean(log_member, log_total, key_padding_mask, gate, causal=self.causal)
+        write, log_total = running_mean(Mean(log_member, keep), log_total, key_padding_mask, causal=self.causal)
         return write, (centroids, count, log_total)
 
 
@@ -68,7 +67,7 @@ def _in_order(
     keys: Tensor,
     position: Tensor,
     key_padding_mask: Tensor | None,
-    gate: Tensor | None,
+    log_keep: Tensor | None,
     centroids: Tensor,
     log_total: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -86,13 +85,11 @@ def _in_order(
             joined = joined & ~key_padding_mask[:, t, None, None]
         # The centroid moves by the token's share of its cluster, whose (gated) size is kept as its logarithm.
         share = torch.where(joined, 0.0, -torch.inf).to(log_total.dtype)
-        if gate is not None:
-            logit = gate[:, :, t].double()
-            keep, enter = F.logsigmoid(logit), F.logsigmoid(-logit)
+        if log_keep is not None:
+            keep = log_keep[:, :, t].double()
             if key_padding_mask is not None:
-                padding = key_padding_mask[:, t, None, None]
-                keep, enter = keep.masked_fill(padding, 0), enter.masked_fill(padding, 0)
-            log_total, share = log_total + keep, share + enter
+                keep = keep.masked_fill(key_padding_mask[:, t, None, None], 0)
+            log_total, share = log_total + keep, share + log_forgotten(keep)
         log_total = torch.logaddexp(log_total, share)
         moved = centroids + (share - log_total).exp()[..., None].to(centroids.dtype) * (key - centroids)
         centroids = torch.where(joined[..., None], moved, centroids)
@@ -161,7 +158,7 @@ class Packed(Control):
         query = self.query(packed).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # b h n d
         logits = k @ query.mT.to(k.dtype) * self.head_dim**-0.5  # b h t n
         logits = self.compete(logits.to(memory_dtype(logits)), key_padding_mask)
-        write, log_total = running_mean(logits, log_total, key_padding_mask, causal=False)
+        write, log_total = running_mean(Mean(logits), log_total, key_padding_mask, causal=False)
         return write, (packed, log_total)
 
     def compete(self, logits: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from abc_attn.checks import check_keys, check_memory, check_queries
 from abc_attn.core import (
+    Mean,
     Memory,
     Reading,
     Write,
@@ -24,7 +25,7 @@ from abc_attn.core import (
 )
 from abc_attn.kernels import native, reference, torch_backend
 from abc_attn.kernels.door import BACKENDS, Declined, call, check_backend, describe_backend, describe_backends, refused
-from abc_attn.normaliser import empty_total, running_mean
+from abc_attn.normaliser import empty_total, running_mean, weights_of
 
 __all__ = [
     "BACKENDS",
@@ -124,9 +125,10 @@ def mlp_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    logits: Tensor,
+    logits: Tensor | None,
     state: tuple[Memory, Tensor] | None = None,
     *,
+    log_keep: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -137,6 +139,10 @@ def mlp_attention(
 
     The sum runs over the prefix if `causal` (each slot is a running mean), over all tokens if not (then q may have any
     number of tokens). The state is opaque: pass it back to continue.
+
+    log_keep = log f, `b h t n` or `b h t 1`, lets the means forget: A_t = f_t A_{t-1} + (1 - f_t) exp(logits_t), and
+    the sums of keys and values likewise. Without `causal` nothing is forgotten: 1 - f only weighs. With log_keep the
+    logits may be None, for zeros.
     """
     match state:
         case None | (Memory(), Tensor()):
@@ -146,9 +152,8 @@ def mlp_attention(
             raise TypeError(f"state must be what an earlier mlp_attention returned, got {type(state).__name__}{parts}")
     memory, log_total = (None, None) if state is None else state
     reading = Reading(scale=scale, dropout=dropout)
-    out, memory, log_total = mean_attention(
-        q, k, v, logits, memory, log_total, reading, causal=causal, key_padding_mask=key_padding_mask, backend=backend
-    )
+    options: dict[str, Any] = {"log_keep": log_keep, "causal": causal, "key_padding_mask": key_padding_mask}
+    out, memory, log_total = mean_attention(q, k, v, logits, memory, log_total, reading, **options, backend=backend)
     return out, (memory, log_total)
 
 
@@ -156,25 +161,37 @@ def mean_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_weights: Tensor,
+    log_weights: Tensor | None,
     memory: Memory | None,
     log_total: Tensor | None,
     reading: Reading = Reading(),  # noqa: B008 (immutable)
     *,
+    log_keep: Tensor | None = None,
     causal: bool,
     key_padding_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Memory, Tensor]:
-    """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean)."""
+    """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean).
+
+    With log_keep = log f, `b h t n` or `b h t 1`, they forget: A_t = f_t A_{t-1} + (1 - f_t) w_t; log_weights None:
+    w = 1.
+    """
     check_backend(backend)
     answer: Any
     if causal and key_padding_mask is None:  # a decoding step is so short that checks would take half of its time
-        answer = call("mean_step", backend, q, k, v, log_weights, memory, log_total, reading)
+        answer = call("mean_step", backend, q, k, v, log_weights, log_keep, memory, log_total, reading)
         if not isinstance(answer, Declined):
             return answer
-    check_keys(k, v, Write(log_weights), memory, key_padding_mask)
-    expected = (k.shape[0], k.shape[1], log_weights.shape[-1])
-    log_weights = cast(log_weights.expand(*k.shape[:3], -1), memory_dtype(k))
+    if not causal:  # a memory that is read as a whole has no order to forget in
+        log_weights, log_keep = weights_of(Mean(log_weights, log_keep)), None
+    given = log_keep if log_weights is None else log_weights
+    assert given is not None
+    every = None if log_keep is None else log_keep.expand(-1, -1, -1, given.shape[-1])
+    check_keys(k, v, Write(given, every), memory, key_padding_mask)
+    expected = (k.shape[0], k.shape[1], given.shape[-1])
+    log_weights, log_keep = (
+        None if x is None else cast(x.expand(*k.shape[:3], -1), memory_dtype(k)) for x in (log_weights, log_keep)
+    )
     log_total = empty_total(*expected, k) if log_total is None else log_total
     if log_total.shape != expected or log_total.dtype != torch.float64:
         raise ValueError(
@@ -183,21 +200,23 @@ def mean_attention(
         )
     if causal:
         _check_causal(q, k)
-    check_queries(q, k, v, log_weights.shape[-1], reading)
+    check_queries(q, k, v, expected[2], reading)
     with full_precision(q):
-        keys, values, (weights, _, _), before = prepare(k, v, Write(log_weights), memory, None)
+        keys, values, (given, keep, _), before = prepare(k, v, Write(given, log_keep), memory, None)
+        weights = None if log_weights is None else given
         if key_padding_mask is not None:
             padding = key_padding_mask[:, None, :, None]
             keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
-            weights = weights.masked_fill(padding, -torch.inf)
-        answer = call("mean", backend, q, keys, values, weights, before, log_total, reading, causal)
+            weights = None if weights is None else weights.masked_fill(padding, -torch.inf)
+            keep = None if keep is None else keep.masked_fill(padding, 0)
+        answer = call("mean", backend, q, keys, values, weights, keep, before, log_total, reading, causal)
     if not isinstance(answer, Declined):
         out, memory, log_total = answer
         if causal and key_padding_mask is not None:
             out = out.masked_fill(padding, 0)
         return cast(out, q.dtype), memory, log_total
     # The general way: the running mean as a Write with decays.
-    decided, log_total = running_mean(log_weights, log_total, key_padding_mask, causal=causal)
+    decided, log_total = running_mean(Mean(log_weights, log_keep), log_total, key_padding_mask, causal=causal)
     if causal:
         how: dict[str, Any] = reading._asdict()
         out, memory = scan(q, k, v, decided, memory, **how, key_padding_mask=key_padding_mask, backend=backend)

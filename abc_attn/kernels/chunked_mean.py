@@ -10,6 +10,10 @@ there was before t's chunk,
 
     x_t S_t = x_t S + sum over the chunk's j <= t of (x_t . a_j) b_j
 
+Means that forget are sums too, if those of each chunk are measured in the unit of its end. With f_j what token j keeps,
+c_j is then what the chunk's tokens after j keep of its weight, and S is multiplied, before the chunk, by what all its
+tokens keep (its `fade`); the unit is the same above and below the fraction.
+
 The work is done in blocks of a few chunks, in the same few arrays, which stay in the processor's caches;
 new arrays from malloc are several times slower. The gradient goes through the blocks from the last to the first and
 computes each anew; autograd would keep ten arrays of t x n.
@@ -20,8 +24,8 @@ Axes: a row r is a head of a batch, whose keys g queries share; m chunks of c to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +33,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from abc_attn.core import (
+    Mean,
     Memory,
     Reading,
     all_finite,
+    decay_after,
     full_precision,
     group_heads,
     has_values,
@@ -42,13 +48,13 @@ from abc_attn.core import (
 )
 from abc_attn.kernels.chunked import cut
 from abc_attn.kernels.door import Declined
-from abc_attn.normaliser import log_in_unit, unit
+from abc_attn.normaliser import log_in_unit, unit, weights_of
 
 # A slot's total may be this many nats from its unit, to either side: the inverse of a total meets weights that may be
 # as large as a later one, and exp(60) is well inside the range of fp32.
 RANGE = 30.0
 
-CHUNK = 64  # tokens
+CHUNK, LEAST_CHUNK = 64, 8  # tokens; fewer than 64 where much is forgotten
 
 # Chunks in a block, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
 # fit a CPU's caches, and each call of torch has enough to do. Other devices need more.
@@ -59,13 +65,15 @@ def mean(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_weights: Tensor,
+    log_weights: Tensor | None,
+    log_keep: Tensor | None,
     memory: Memory,
     log_total: Tensor,
     reading: Reading,
     causal: bool,
 ) -> tuple[Tensor, Memory, Tensor] | Declined:
     """Attention over weighted means: of the tokens so far, or of all of them."""
+    log_weights = weights_of(Mean(log_weights, log_keep))
     if not causal:
         memory, log_total = write_mean(k, v, log_weights, memory, log_total)
         return read_memory(q, memory, reading), memory, log_total
@@ -84,6 +92,8 @@ def mean(
         never = opening == -torch.inf
     how = _How(query_scale(q, reading.scale), always_open, reading.mask_empty, reading.dropout)
     given = (q, k, v, log_weights, memory, log_total)
+    if log_keep is not None:
+        return _forgetting(*given, log_keep, how)
     if bool(((opening.abs() <= RANGE) | never).all()):
         found = _in_unit(*given, None, how)  # ordinary weights need no unit
         if bool((found[2] <= RANGE).all()):
@@ -92,6 +102,37 @@ def mean(
     if bool(((opening < top - RANGE) & ~never).any()):
         return Declined(f"a slot's total grows by more than exp({RANGE:.0f})")
     return _in_unit(*given, top, how)
+
+
+def _forgetting(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_weights: Tensor,
+    memory: Memory,
+    log_total: Tensor,
+    log_keep: Tensor,
+    how: _How,
+) -> tuple[Tensor, Memory, Tensor] | Declined:
+    """`mean` whose sums forget."""
+    with torch.no_grad():
+        size = _chunk_size(log_keep.shape[2])
+        while size > LEAST_CHUNK and cut(log_keep, size)[..., 1:, :].sum(-2).amin() < -RANGE:
+            size //= 2
+        top = unit(log_weights, log_total)
+        silent = log_weights == -torch.inf
+        # What a token enters with, measured at the end of its chunk, is the least that a total can be from there on.
+        least = (log_weights - top[:, :, None]).masked_fill(silent, 0).amin() if log_weights.numel() else 0.0
+        least = least + cut(log_keep, size)[..., 1:, :].sum(-2).amin()
+        if bool((silent & (log_keep < 0)).any()) or bool(least < -2 * RANGE):
+            return Declined(f"a slot's total shrinks by more than exp({2 * RANGE:.0f}), or is not written to")
+        if bool((log_total > -torch.inf).logical_and(log_total < top - RANGE).any()):
+            return Declined(f"a slot's total grows by more than exp({RANGE:.0f})")
+    return _in_unit(q, k, v, log_weights, memory, log_total, top, how, log_keep, size)
+
+
+def _chunk_size(tokens: int) -> int:
+    return min(CHUNK, 1 << (tokens - 1).bit_length())
 
 
 def _in_unit(
@@ -103,17 +144,23 @@ def _in_unit(
     log_total: Tensor,
     top: Tensor | None,
     how: _How,
+    log_keep: Tensor | None = None,
+    size: int | None = None,
 ) -> tuple[Tensor, Memory, Tensor]:
     """`mean` with the weights of each slot measured in units of exp(top), b h n; None: as they are."""
     b, h, t, n = log_weights.shape
-    size = min(CHUNK, 1 << (t - 1).bit_length())
+    size = _chunk_size(t) if size is None else size
     total = (log_total if top is None else log_total - top).exp()
     sums_k, sums_v = (x.to(v.dtype) * total[..., None].to(v.dtype) for x in (memory.k, memory.v))
     q = cut(group_heads(q, h).to(v.dtype), size)
     k, v, log_weights = (cut(x[:, :, None], size, fill) for x, fill in ((k, 0.0), (v, 0.0), (log_weights, -torch.inf)))
+    fade = None
+    if log_keep is not None:
+        keep = cut(log_keep[:, :, None], size)
+        log_weights, fade = log_weights + decay_after(keep), keep.sum(-2)[:, :, 0].flatten(0, 1).transpose(0, 1)
     noise = F.dropout(q.new_ones(*q.shape[:-1], n), how.dropout) if how.dropout else None
     tokens = [None if x is None else x.flatten(0, 1).permute(2, 0, 1, 3, 4) for x in (q, k, v, log_weights, noise)]
-    state = [None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)]
+    state = [*(None if x is None else x.flatten(0, 1) for x in (sums_k.mT, sums_v, total, top)), fade]
     saves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tokens, *state))
     if transformed():  # vmap and grad have rules for plain operations only
         run = _Mean.transformed
@@ -125,7 +172,8 @@ def _in_unit(
     sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
     out = out.flatten(2, 3).unflatten(0, (b, h)).flatten(1, 2)[:, :, :t]
     after = log_in_unit(end, torch.zeros_like(log_total) if top is None else top)
-    return out, _means(memory, sums_k.mT, sums_v, total, end), after
+    kept = total if log_keep is None else total * log_keep.double().sum(2).exp()
+    return out, _means(memory, sums_k.mT, sums_v, kept, end), after
 
 
 def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_total: Tensor) -> tuple[Memory, Tensor]:
@@ -140,7 +188,7 @@ def write_mean(k: Tensor, v: Tensor, log_weights: Tensor, memory: Memory, log_to
 
 
 def _means(old: Memory, sums_k: Tensor, sums_v: Tensor, total: Tensor, end: Tensor) -> Memory:
-    """The memory of means, from sums that grew from `total` to `end` (b h n, fp64)."""
+    """The memory of means, from sums that grew to `end`, of which `total` is left of what was there (b h n, fp64)."""
     share = end.masked_fill(end == 0, 1).reciprocal()
     k, v = (x * share[..., None].to(x.dtype) for x in (sums_k, sums_v))
     mass = (old.mass * total + (end - total)) * share
@@ -167,6 +215,7 @@ class _Text(NamedTuple):
     sums_v: Tensor  # r n e
     total: Tensor  # r n, in fp64
     top: Tensor | None  # r n: the weights are measured in exp(top)
+    fade: Tensor | None  # m r n, or m r 1: log of what each chunk keeps of the sums before it
     how: _How
 
 
@@ -186,17 +235,19 @@ class _Mean(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.how = inputs
         ctx.save_for_backward(*tensors, *output[4:])
-        _, k, v, log_weights, _, *first, _, _ = ctx.needs_input_grad
+        _, k, v, log_weights, _, *first, _, fade, _ = ctx.needs_input_grad
+        log_weights = log_weights or fade
         of_state = zip((k, v, False), first, output[1:4], strict=True)  # no state depends on q
         ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing refuses a second access
-        text, d_output = _Text._make((*saved[:9], ctx.how)), d_output[:4]
-        again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:9])
+        inputs = len(_Text._fields) - 1
+        text, d_output = _Text._make((*saved[:inputs], ctx.how)), d_output[:4]
+        again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:inputs])
         with full_precision(text.v):  # a backward pass may be called under autocast
-            return _gradient_of(text, *d_output) if again else _backward(text, saved[9:], *d_output)
+            return _gradient_of(text, *d_output) if again else _backward(text, saved[inputs:], *d_output)
 
 
 def _forward(text: _Text, scratch: _Scratch) -> tuple[Tensor, ...]:
@@ -209,8 +260,9 @@ def _forward(text: _Text, scratch: _Scratch) -> tuple[Tensor, ...]:
             now_k, now_v, now = (_own(x[block.rows]) for x in (text.sums_k, text.sums_v, text.total))
         if text.how.saves:
             starts += [now_k.clone(), now_v.clone(), now.clone()]
-        x, now = _find(block, text, now_k, now, scratch)
-        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), now_v, scratch)
+        kept = block.kept(text.fade)
+        x, now = _find(block, text, now_k, now, kept, scratch)
+        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), now_v, _each(kept, -1), scratch)
         block.put(values.read("out", scratch), out.permute(2, 0, 1, 3, 4))
         now_k, now_v = x.keys.after(scratch), values.after(scratch)
         if block.chunks.stop >= m:
@@ -240,10 +292,11 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
         if block.chunks.stop >= m:
             d_now_k, d_now_v, d_now = (_own(x[block.rows]) for x in d_last)
         first_k, first_v, first = starts[3 * i : 3 * i + 3]
-        x, _ = _find(block, text, first_k, first, scratch)
+        kept = block.kept(text.fade)
+        x, _ = _find(block, text, first_k, first, kept, scratch)
 
         # o = u V,  u = p / A
-        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), first_v, scratch)
+        values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), first_v, _each(kept, -1), scratch)
         d_read = block.take("d_out", d_out, scratch)
         d_u, d_weights, d_values, d_now_v = values.backward("v", d_read, d_now_v, scratch)
         block.put(d_values, d_v)
@@ -265,14 +318,22 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
         # A is the running sum of the weights, and these are exponentials.
         d_log_total = d_log_total if groups == 1 else d_log_total.sum(1, keepdim=True)
         d_total = d_log_total.div_(x.running).neg_()[:, 0]
-        behind, d_now = _totals(d_now, d_total.sum(1), reverse=True)
+        behind, d_now = _totals(d_now, d_total.sum(1), kept, reverse=True)
         d_weights.add_(d_weights_k).add_(behind[:, None])
         d_weights.baddbmm_(upper.expand(len(d_total), -1, -1), d_total).mul_(x.weights)
         block.put(d_weights, d_log_weights)
         if block.chunks.start == 0:
             for end, found in zip(d_first, (d_now_k, d_now_v, d_now), strict=True):
                 end[block.rows] = found
-    return d_q, d_k, d_v, d_log_weights, None, *d_first, None, None
+    d_fade = None
+    if text.fade is not None:
+        # A fade adds to the logarithms of all earlier weights, and of the sums that were there first.
+        d_k_first, d_v_first, d_first_total = d_first
+        first = (d_k_first * text.sums_k).sum(1) + (d_v_first * text.sums_v).sum(2) + d_first_total * text.total
+        each = d_log_weights.sum((2, 3), dtype=torch.float64)  # m r n
+        d_fade = (first + each.cumsum(0) - each).to(text.fade.dtype)
+        d_fade = d_fade.sum(-1, keepdim=True) if text.fade.shape[-1] < d_fade.shape[-1] else d_fade
+    return d_q, d_k, d_v, d_log_weights, None, *d_first, None, d_fade, None
 
 
 class _Found(NamedTuple):
@@ -286,7 +347,9 @@ class _Found(NamedTuple):
     u: Tensor  # (g c) n
 
 
-def _find(block: _Block, text: _Text, sums_k: Tensor, total: Tensor, scratch: _Scratch) -> tuple[_Found, Tensor]:
+def _find(
+    block: _Block, text: _Text, sums_k: Tensor, total: Tensor, kept: Tensor | None, scratch: _Scratch
+) -> tuple[_Found, Tensor]:
     """The read weights of a block, from the sums before it; and the total after it."""
     how, log_weights = text.how, block.of(text.log_weights)
     weights = scratch.like("weights", log_weights)
@@ -296,7 +359,7 @@ def _find(block: _Block, text: _Text, sums_k: Tensor, total: Tensor, scratch: _S
         weights = torch.sub(log_weights, text.top[block.rows, None, None], out=weights).exp_()
     weights = weights.reshape(-1, *weights.shape[3:])
     running = torch.cumsum(weights, 1, out=scratch.like("running", weights))
-    before, after = _totals(total, running[:, -1])
+    before, after = _totals(total, running[:, -1], kept)
     running += before[:, None]
     seen = None
     if not how.always_open:
@@ -305,7 +368,8 @@ def _find(block: _Block, text: _Text, sums_k: Tensor, total: Tensor, scratch: _S
         seen = ~empty[:, None] if how.mask_empty else None
     running = running[:, None]
 
-    keys = _meet("k", block.take("q", text.q, scratch), block.take("k", text.k, scratch), weights, sums_k, scratch)
+    pair = block.take("q", text.q, scratch), block.take("k", text.k, scratch)
+    keys = _meet("k", *pair, weights, sums_k, _each(kept, -2), scratch)
     scores = keys.read("scores", scratch, how.scale).view(len(weights), -1, *weights.shape[1:]).div_(running)
     if seen is None:
         p = torch.softmax(scores, -1, out=scratch.like("p", scores))
@@ -327,6 +391,7 @@ class _Meeting(NamedTuple):
     before: Tensor  # S before each chunk
     last: Tensor | None  # S after the block, without s, if it is there already
     pairs: Tensor  # (g c) c: x_t . a_j, j <= t
+    kept: Tensor | None  # s r _ _: the factor of S before each chunk
 
     def read(self, name: str, scratch: _Scratch, scale: float = 1.0) -> Tensor:
         """x_t S_t."""
@@ -344,15 +409,27 @@ class _Meeting(NamedTuple):
         """The gradients of x, a, b and `first`, from those of the x_t S_t and of the S after the block."""
         d_pairs = _up_to_self(scratch.product("d_pairs", d_read, self.b.mT))
         d_x = scratch.product(f"d_x of {name}", d_read, self.before.mT).baddbmm_(d_pairs, self.a)
-        behind, d_first = _sums(f"d_{name}", self.x, d_read, d_after, scratch, reverse=True)
+        behind, d_first = _sums(f"d_{name}", self.x, d_read, d_after, self.kept, scratch, reverse=True)
         d_a = scratch.product(f"d_a of {name}", self.b, behind.mT).baddbmm_(d_pairs.mT, self.x)
         d_b = scratch.product(f"d_b of {name}", self.a, behind).baddbmm_(self.pairs.mT, d_read)
-        return d_x, d_a, d_b, d_after.baddbmm_(self.x.mT, d_read) if d_first is None else d_first
+        if d_first is None:
+            d_first = d_after.baddbmm_(self.x.mT, d_read)
+            d_first = d_first if self.kept is None else d_first.mul_(self.kept[0])
+        return d_x, d_a, d_b, d_first
 
 
-def _meet(name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, scratch: _Scratch) -> _Meeting:
-    before, last = _sums(name, a, b, first, scratch)
-    return _Meeting(x, a, b, first, before, last, _up_to_self(scratch.product(f"pairs of {name}", x, a.mT)))
+def _meet(
+    name: str, x: Tensor, a: Tensor, b: Tensor, first: Tensor, kept: Tensor | None, scratch: _Scratch
+) -> _Meeting:
+    if kept is not None and a.shape[0] == first.shape[0]:
+        first = first * kept[0]
+    before, last = _sums(name, a, b, first, kept, scratch)
+    return _Meeting(x, a, b, first, before, last, _up_to_self(scratch.product(f"pairs of {name}", x, a.mT)), kept)
+
+
+def _each(kept: Tensor | None, axis: int) -> Tensor | None:
+    """`s r n` as a factor of sums `s r _ n`, or with axis -1 `s r n _`."""
+    return None if kept is None else kept.unsqueeze(axis)
 
 
 def _up_to_self(pairs: Tensor) -> Tensor:
@@ -363,9 +440,10 @@ def _up_to_self(pairs: Tensor) -> Tensor:
 
 
 def _sums(
-    name: str, a: Tensor, b: Tensor, first: Tensor, scratch: _Scratch, *, reverse: bool = False
+    name: str, a: Tensor, b: Tensor, first: Tensor, kept: Tensor | None, scratch: _Scratch, *, reverse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """S before each chunk, and after the last one (None if there is a single chunk), from `first`, S before all.
+    """S before each chunk, as it keeps it, and after the last one (None if there is a single chunk), from `first`, S
+    before all.
 
     In reverse S after each chunk and before the first, from that after the last: what later queries ask of it.
     """
@@ -376,25 +454,49 @@ def _sums(
     added = scratch.product("added", a.mT, b).view(chunks // rows, *first.shape).unbind()[::step]
     sums = scratch.array(f"sums of {name}", first, rows + chunks, *first.shape[1:])
     if sums is None:
-        sums = torch.cat([*accumulate(added, initial=first)][::step])
+        sums = torch.cat(_chain(first, added, kept, reverse)[::step])
     else:  # one by one: with a product of a triangle of ones, 0 * inf would reach earlier chunks
-        places = sums.view(chunks // rows + 1, *first.shape).unbind()[::step]
+        places, factors = sums.view(chunks // rows + 1, *first.shape).unbind()[::step], _factors(kept, reverse)
         places[0].copy_(first)
+        if kept is not None:
+            places[0].mul_(next(factors))
         for place, new, following in zip(places, added, places[1:], strict=False):
             torch.add(place, new, out=following)
+            if kept is not None:
+                following.mul_(next(factors))
     return (sums[rows:], sums[:rows]) if reverse else (sums[:-rows], sums[-rows:])
 
 
-def _totals(first: Tensor, added: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
+def _totals(first: Tensor, added: Tensor, kept: Tensor | None, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
     """As _sums, from what each chunk adds, `(s r) n`; the last is always given, and is fp64 as the first is."""
     rows, n = first.shape
-    if added.shape[0] == rows:
-        return first.to(added.dtype), first + added
     each = added.reshape(-1, rows, n)
-    steps = torch.cat((first[None], each.flip(0) if reverse else each))
-    sums = steps.cumsum(0)
+    if kept is not None:
+        sums = torch.stack(_chain(first, each.unbind()[:: -1 if reverse else 1], kept, reverse))
+    elif len(each) == 1:
+        return first.to(added.dtype), first + added
+    else:
+        sums = torch.cat((first[None], each.flip(0) if reverse else each)).cumsum(0)
     before = sums[:-1].flip(0) if reverse else sums[:-1]
     return before.reshape(added.shape).to(added.dtype), sums[-1]
+
+
+def _chain(first: Tensor, added: Sequence[Tensor], kept: Tensor | None, reverse: bool) -> list[Tensor]:
+    """What the sums are before each chunk and after the last; in reverse after each, and before the first."""
+    if kept is None:
+        return [*accumulate(added, initial=first)]
+    factors = _factors(kept, reverse)
+    sums = [first * next(factors)]
+    for new in added:
+        sums.append((sums[-1] + new) * next(factors))
+    return sums
+
+
+def _factors(kept: Tensor | None, reverse: bool) -> Iterator[Tensor | float]:
+    """What the sums are multiplied with at the start, and after each chunk has been added: what the next chunk keeps of
+    them; in reverse what the chunk itself keeps of those before it."""
+    each = () if kept is None else kept.unbind()
+    return chain([1.0], each[::-1]) if reverse else chain(each, [1.0])
 
 
 def _own(x: Tensor) -> Tensor:
@@ -411,6 +513,10 @@ class _Block(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """`m r g c _` -> `s r g c _` of this block, a view."""
         return x[self.chunks, self.rows]
+
+    def kept(self, fade: Tensor | None) -> Tensor | None:
+        """What each chunk keeps of the sums before it: s r n, or s r 1."""
+        return None if fade is None else fade[self.chunks, self.rows].exp()
 
     def take(self, name: str, x: Tensor, scratch: _Scratch) -> Tensor:
         """`m r g c _` -> `(s r) (g c) _`, a copy unless it is simply a view."""

@@ -2,12 +2,13 @@
 
 A backend is a module. It may offer any of these operations, and declines a call that it does not support:
 
-    scan(q, k, v, write, memory, reading)                            core.reference: causal attention from a Write
-    mean(q, k, v, log_weights, memory, log_total, reading, causal)   attention over weighted means of the tokens
-    mean_step(q, k, v, log_weights, memory, log_total, reading)      one token of `mean`, from unchecked inputs
-    band(stretch), band_step(token)                                  tokens kept as they are: see banded.py
-    exact(q, memory, seen, reading)                                  softmax over every token: the baseline
-    rotate(x, cos, sin)                                              rotary positions
+    scan(q, k, v, write, memory, reading)     core.reference: causal attention from a Write
+    mean(q, k, v, log_weights, log_keep, memory, log_total, reading, causal)
+                                              attention over weighted means of the tokens: see mean_attention
+    mean_step(... as mean, but for causal)    one token of `mean`, from unchecked inputs
+    band(stretch), band_step(token)           tokens kept as they are: see banded.py
+    exact(q, memory, seen, reading)           softmax over every token: the baseline
+    rotate(x, cos, sin)                       rotary positions
 
 `scan` is what every backend must offer for the calls it wants to serve; the others are shortcuts. It may also say why
 it cannot be used here (`unavailable`) and what it is (`describe`). The first line of its docstring,

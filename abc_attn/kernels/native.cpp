@@ -3,8 +3,9 @@
 //
 // Axes: t tokens, n slots, d key width, e value width. A row is a batch element and a key head: it has one memory.
 //     native_vectors.h    vectors, exp, matrix products, transposes       native_step.h   one decoding step
-//     native_forward.h    the forward pass, chunk by chunk                native_ring.h   one decoding step of a window
-//     native_backward.h   the backward pass                               native_band.h   windows over many tokens
+//     native_row.h        the sums of a row, a chunk's coefficients       native_ring.h   one decoding step of a window
+//     native_forward.h    the forward pass, chunk by chunk                native_band.h   windows over many tokens
+//     native_backward.h   the backward pass
 //     native_bounds.h     what a call must satisfy for every access to lie inside its arrays
 
 #include <dlfcn.h>
@@ -24,10 +25,11 @@
 
 struct Args {
     int64_t rows, g, t, n, d, e, queries;  // rows = batch * key heads; g query heads share each
+    int64_t decay_width;  // of log_decay: n, or 1 where a running mean decays all slots of a head alike
     int64_t mean, linear, mask_empty, causal, backward, threads;
     int64_t checkpoint_floats;  // in `checkpoints`
     float scale, floor;  // floor: least denominator of a linear read; 0: none
-    const float *q, *k, *v, *phi, *log_decay;
+    const float *q, *k, *v, *phi, *log_decay;  // phi: of a running mean its log-weights; null: zeros
     const uint8_t *readable;
     const float *old_k, *old_v, *old_mass;  // the memory before the first token
     const uint8_t *old_used;
@@ -62,7 +64,8 @@ struct Band {
     float *out;
 };
 
-static const float GONE = -87.0f;  // exp(GONE) is the smallest normal number of fp32
+static const float GONE = -87.0f;  // exp(GONE) is about ...
+static const float LEAST = 1.17549435e-38f;  // ... the smallest normal number of fp32
 enum { SPAN = 256, PAGE = 1024 };  // tokens between checkpoints; floats in a page of 4 kB
 enum { BAND_CHUNK = 96 };  // queries of a band that one thread takes at once
 
@@ -81,6 +84,7 @@ static bool is_step(const Args *a) { return a->causal && a->t == 1 && !a->backwa
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512")
 namespace avx512 {
 #include "native_vectors.h"
+#include "native_row.h"
 #include "native_forward.h"
 #include "native_step.h"
 #include "native_backward.h"
@@ -96,6 +100,7 @@ namespace avx512 {
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 #include "native_vectors.h"
+#include "native_row.h"
 #include "native_forward.h"
 #include "native_step.h"
 #include "native_backward.h"
@@ -111,6 +116,7 @@ namespace avx2 {
 #define COLUMNS 2
 namespace portable {
 #include "native_vectors.h"
+#include "native_row.h"
 #include "native_forward.h"
 #include "native_step.h"
 #include "native_backward.h"
@@ -226,7 +232,8 @@ int abc_run(const Args *args) {
     if (args->backward) {
         large_pages(args->d_q, queries * (args->linear ? args->n : args->d));
         large_pages(args->d_k, tokens * args->d), large_pages(args->d_v, tokens * args->e);
-        large_pages(args->d_phi, tokens * args->n), large_pages(args->d_log_decay, args->log_decay ? tokens * args->n : 0);
+        large_pages(args->d_phi, args->phi ? tokens * args->n : 0);
+        large_pages(args->d_log_decay, args->log_decay ? tokens * args->decay_width : 0);
     } else {
         large_pages(args->out, queries * args->e), large_pages(args->scores, queries * args->n);
         large_pages(args->checkpoints, args->checkpoints ? kind().checkpoints(args) : 0);

@@ -20,8 +20,8 @@ from abc_attn.kernels.banded import Stretch, Token
 from abc_attn.kernels.door import Declined
 
 _SIZES = (
-    *("rows", "g", "t", "n", "d", "e", "queries", "mean", "linear", "mask_empty", "causal", "backward", "threads"),
-    "checkpoint_floats",
+    *("rows", "g", "t", "n", "d", "e", "queries", "decay_width"),
+    *("mean", "linear", "mask_empty", "causal", "backward", "threads", "checkpoint_floats"),
 )
 _POINTERS = (
     *("q", "k", "v", "phi", "log_decay", "readable", "old_k", "old_v", "old_mass", "old_used", "old_total"),
@@ -148,9 +148,9 @@ def _not_for(*tensors: Tensor | None) -> Declined | None:
     return None
 
 
-def _too_large(q: Tensor, k: Tensor, v: Tensor, phi: Tensor) -> Declined | None:
+def _too_large(q: Tensor, k: Tensor, v: Tensor, slots: int) -> Declined | None:
     """As `fits` of native_bounds.h, or stricter."""
-    slots, width, group = phi.shape[-1] + 16, max(k.shape[-1], v.shape[-1]) + 16, q.shape[1] // max(1, k.shape[1])
+    slots, width, group = slots + 16, max(k.shape[-1], v.shape[-1]) + 16, q.shape[1] // max(1, k.shape[1])
     return _TOO_LARGE if slots * (width + 2048) >= 2**31 or group * 32 * (slots + width + 1) >= 2**31 else None
 
 
@@ -162,7 +162,7 @@ def scan(
         return _NO_DROPOUT
     if reading.linear and reading.mask_empty:
         return Declined("it has no linear read that leaves out empty slots")
-    if declined := _not_for(k, *memory) or _too_large(q, k, v, write.phi):
+    if declined := _not_for(k, *memory) or _too_large(q, k, v, write.phi.shape[-1]):
         return declined
     options = (False, reading.linear, reading.mask_empty, True, query_scale(q, reading.scale), reading.floor)
     out, memory, _ = _run(q, k, v, write.phi, write.log_decay, write.readable, memory, None, *options)
@@ -173,7 +173,8 @@ def mean(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_weights: Tensor,
+    log_weights: Tensor | None,
+    log_keep: Tensor | None,
     memory: Memory,
     log_total: Tensor,
     reading: Reading,
@@ -185,10 +186,10 @@ def mean(
     """
     if reading.dropout:
         return _NO_DROPOUT
-    if declined := _not_for(k, v, log_weights, *memory) or _too_large(q, k, v, log_weights):
+    if declined := _not_for(k, v, log_weights, log_keep, *memory) or _too_large(q, k, v, memory.k.shape[2]):
         return declined
     options = (True, False, reading.mask_empty, causal, query_scale(q, reading.scale), 0.0)
-    return _run(q, k, v, log_weights, None, None, memory, log_total, *options)
+    return _run(q, k, v, log_weights, log_keep, None, memory, log_total, *options)
 
 
 _STEP = (*[torch.float32] * 7, torch.bool, torch.float64)  # q, k, v, log_weights, memory, log_total
@@ -198,7 +199,8 @@ def mean_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_weights: Tensor,
+    log_weights: Tensor | None,
+    log_keep: Tensor | None,
     memory: Memory | None,
     log_total: Tensor | None,
     reading: Reading,
@@ -215,13 +217,14 @@ def mean_step(
         or transformed()
     ):
         return _NO_STEP
-    given: tuple[Any, ...] = (q, k, v, log_weights, *memory, log_total)
+    weights = log_keep if log_weights is None else log_weights
+    given: tuple[Any, ...] = (q, k, v, weights, *memory, log_total)
     if not all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in given):
         return _NO_STEP
-    if tuple(x.dtype for x in given) != _STEP or not q.dim() == k.dim() == v.dim() == log_weights.dim() == 4:
+    if tuple(x.dtype for x in given) != _STEP or not q.dim() == k.dim() == v.dim() == given[3].dim() == 4:
         return _NO_STEP
     b, h, _, d = k.shape
-    heads, e, n = q.shape[1], v.shape[3], log_weights.shape[3]
+    heads, e, n = q.shape[1], v.shape[3], given[3].shape[3]
     if not b * h * d * e * n or heads % h:
         return _NO_STEP
     of_slots, of_token = (b, h, n), ((b, heads, 1, d), (b, h, 1, d), (b, h, 1, e), (b, h, 1, n))
@@ -229,10 +232,18 @@ def mean_step(
         return _NO_STEP
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return _NO_STEP
+    if log_keep is not None and log_keep is not weights:
+        fits = type(log_keep) is Tensor and log_keep.is_cpu and log_keep.is_contiguous()
+        if not fits or log_keep.dtype != torch.float32 or log_keep.shape not in ((b, h, 1, 1), (b, h, 1, n)):
+            return _NO_STEP
+        if torch.is_grad_enabled() and log_keep.requires_grad:
+            return _NO_STEP
     after = [torch.empty_like(x) for x in given[4:]]
     out = v.new_empty(b, heads, 1, e)
-    sizes = (b * h, heads // h, 1, n, d, e, 1, 1, 0, reading.mask_empty, 1, 0, torch.get_num_threads(), 0)  # as _SIZES
-    pointers = [None if x is None else x.data_ptr() for x in (*given[:4], None, None, *given[4:], *after, out)]
+    width, threads = 0 if log_keep is None else log_keep.shape[3], torch.get_num_threads()
+    sizes = (b * h, heads // h, 1, n, d, e, 1, width, 1, 0, reading.mask_empty, 1, 0, threads, 0)  # as _SIZES
+    token = (q, k, v, log_weights, log_keep, None)
+    pointers = [None if x is None else x.data_ptr() for x in (*token, *given[4:], *after, out)]
     _run_native(_Args(*sizes, query_scale(q, reading.scale), 0.0, *pointers))
     *after_memory, after_total = after
     return out, Memory(*after_memory), after_total
@@ -321,7 +332,7 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phi: Tensor,
+    phi: Tensor | None,
     log_decay: Tensor | None,
     readable: Tensor | None,
     memory: Memory,
@@ -338,7 +349,7 @@ def _run(
     # Dispatching the operator takes longer than a short sequence does: skip it where no gradient is needed.
     run = _forward if saves or torch.compiler.is_compiling() else _forward_now
     options = (mean, linear, mask_empty, causal, scale, floor, saves)
-    shards = 1 if linear or k.shape[2] == 1 else _shards(k.shape[0] * k.shape[1], phi.shape[-1])
+    shards = 1 if linear or k.shape[2] == 1 else _shards(k.shape[0] * k.shape[1], memory.k.shape[2])
     if shards == 1:
         out, mk, mv, mass, used, total, *_ = run(*inputs, *options, False)
         return out, Memory(mk, mv, mass, used), total
@@ -366,12 +377,14 @@ def _apart(shards: int, *tensors: Tensor | None) -> list[Tensor | None]:
     assert q is not None and k is not None and v is not None  # noqa: PT018
     every_q = q.unflatten(1, (k.shape[1], 1, -1)).expand(-1, -1, shards, -1, -1, -1).flatten(1, 3)
     every = (x[:, :, None].expand(-1, -1, shards, -1, -1).flatten(1, 2) for x in (k, v))
-    slots = (
-        None if x is None else x.unflatten(-1, (shards, -1)).movedim(3, 2).flatten(1, 2)
-        for x in (phi, log_decay, readable)
-    )
+
+    def slots(x: Tensor | None) -> Tensor | None:
+        if x is not None and x.shape[-1] == 1:  # a decay of all slots alike
+            return x[:, :, None].expand(-1, -1, shards, -1, -1).flatten(1, 2)
+        return None if x is None else x.unflatten(-1, (shards, -1)).movedim(3, 2).flatten(1, 2)
+
     kept = (None if x is None else x.unflatten(2, (shards, -1)).flatten(1, 2) for x in state)
-    return [every_q, *every, *slots, *kept]
+    return [every_q, *every, *map(slots, (phi, log_decay, readable)), *kept]
 
 
 def _joined(out: Tensor, lse: Tensor, heads: int, shards: int) -> Tensor:
@@ -386,7 +399,7 @@ def _forward_now(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phi: Tensor,
+    phi: Tensor | None,
     log_decay: Tensor | None,
     readable: Tensor | None,
     memory_k: Tensor,
@@ -407,10 +420,10 @@ def _forward_now(
     tensors |= _contiguous(old_k=memory_k, old_v=memory_v, old_mass=mass, old_used=used, old_total=log_total)
     after = {"memory_k": memory_k, "memory_v": memory_v, "mass": mass, "used": used, "log_total": log_total}
     state = {name: None if x is None else x.new_empty(x.shape) for name, x in after.items()}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
+    args = _arguments(q, k, v, memory_k.shape[2], log_decay, mean, linear, mask_empty, causal, scale, floor)
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else None
-    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else None
+    scores = v.new_empty(*q.shape[:3], memory_k.shape[2]) if saves and not linear else None
     checkpoints = v.new_empty(_library().abc_checkpoint_floats(ctypes.byref(args))) if saves else None
     _call(args, **tensors, **state, out=out, lse=lse, scores=scores, checkpoints=checkpoints)
     results = (out, *state.values(), lse, scores, checkpoints)
@@ -424,10 +437,10 @@ _forward = torch.library.custom_op("abc_attn::native_forward", _forward_now, mut
 def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, *options):  # type: ignore[no-untyped-def]
     none, (mean, linear, mask_empty, causal, scale, floor, saves, joins) = v.new_empty(0), options
     lse = v.new_empty(q.shape[:3]) if joins or (saves and not linear) else none.clone()
-    scores = v.new_empty(*q.shape[:3], phi.shape[-1]) if saves and not linear else none
+    scores = v.new_empty(*q.shape[:3], mk.shape[2]) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
+    args = _arguments(q, k, v, mk.shape[2], log_decay, mean, linear, mask_empty, causal, scale, floor)
     floats = _library().abc_checkpoint_floats(ctypes.byref(args))
     return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, lse, scores, v.new_empty(floats if saves else 0)
 
@@ -437,7 +450,7 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    phi: Tensor,
+    phi: Tensor | None,
     log_decay: Tensor | None,
     readable: Tensor | None,
     before: Sequence[Tensor],
@@ -462,20 +475,20 @@ def _backward(
     tensors |= _contiguous(d_lse=d_lse if d_lse.numel() else None)
     state = {"d_memory_k": _copy(d_memory_k), "d_memory_v": _copy(d_memory_v), "d_mass": _copy(d_mass)}
     d_log_total = _copy(d_log_total)
-    d_decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
-    found = {f"d_{name}": v.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v), ("phi", phi))}
-    args = _arguments(q, k, v, phi, mean, linear, mask_empty, causal, scale, floor)
+    wanted = {"q": q, "k": k, "v": v, "phi": phi, "log_decay": log_decay}
+    found = {f"d_{name}": v.new_empty(0 if x is None else x.shape) for name, x in wanted.items()}
+    args = _arguments(q, k, v, d_mass.shape[2], log_decay, mean, linear, mask_empty, causal, scale, floor)
     args.backward = 1
     saved = {"scores": scores, "lse": lse, "checkpoints": checkpoints}
     tensors |= _contiguous(**dict(zip(_BEFORE, before, strict=False)), **dict(zip(_AFTER, after, strict=False)))
-    _call(args, **tensors, **saved, **state, d_log_total=d_log_total, **found, d_log_decay=d_decay)
-    return *found.values(), d_decay, *state.values(), d_log_total  # type: ignore[return-value]
+    _call(args, **tensors, **saved, **state, d_log_total=d_log_total, **found)
+    return *found.values(), *state.values(), d_log_total  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(q, k, v, phi, log_decay, readable, before, after, scores, lse, checkpoints, d_out, d_lse, *state):  # type: ignore[no-untyped-def]
-    decay = v.new_empty(0) if log_decay is None else v.new_empty(log_decay.shape)
-    return *(v.new_empty(x.shape) for x in (q, k, v, phi)), decay, *(x.new_empty(x.shape) for x in state[:4])
+    found = (v.new_empty(0 if x is None else x.shape) for x in (q, k, v, phi, log_decay))
+    return *found, *(x.new_empty(x.shape) for x in state[:4])
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -483,7 +496,11 @@ def _keep_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-
     _, *after, used, total, lse, scores, checkpoints = output
     ctx.mark_non_differentiable(used, scores, checkpoints)
     ctx.set_materialize_grads(False)  # zeros as large as the scores and the checkpoints, for nothing
-    ctx.has_total, ctx.options = log_total is not None, (mean, linear, mask_empty, causal, scale, floor)
+    ctx.slots, ctx.has_total, ctx.options = (
+        mk.shape[2],
+        log_total is not None,
+        (mean, linear, mask_empty, causal, scale, floor),
+    )
     # A causal pass goes back from its checkpoints, one that is not from the memory before and after.
     memories = () if causal else (mk, mv, mass, log_total, *after, total)
     ctx.save_for_backward(*tokens, scores, lse, checkpoints, *memories)
@@ -493,7 +510,7 @@ def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_): 
     kept = ctx.saved_tensors  # asked for once: checkpointing recomputes it
     (*tokens, scores, lse, checkpoints), memories = kept[:9], kept[9:]
     q, k, v, phi, log_decay, _ = tokens
-    rows, n = k.shape[:2], phi.shape[-1]
+    rows, n = k.shape[:2], ctx.slots
 
     def given(grad: Tensor | None, *shape: int) -> Tensor:
         return v.new_zeros(shape) if grad is None else grad
@@ -505,8 +522,9 @@ def _differentiate(ctx, d_out, d_mk, d_mv, d_mass, d_used, d_total, d_lse, *_): 
     d_q, d_k, d_v, d_phi, d_decay, d_mk, d_mv, d_mass, d_total = _backward(
         *tokens, memories[:4], memories[4:], scores, lse, checkpoints, *state, d_total, *ctx.options
     )
-    decay, total = d_decay if log_decay is not None else None, d_total if ctx.has_total else None
-    return d_q, d_k, d_v, d_phi, decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 8
+    d_phi, d_decay = (d if x is not None else None for d, x in ((d_phi, phi), (d_decay, log_decay)))
+    total = d_total if ctx.has_total else None
+    return d_q, d_k, d_v, d_phi, d_decay, None, d_mk, d_mv, d_mass, None, total, *[None] * 8
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
@@ -524,11 +542,11 @@ def _library() -> ctypes.CDLL:
     return LIBRARY
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, phi: Tensor, *options: float) -> Any:
+def _arguments(q: Tensor, k: Tensor, v: Tensor, slots: int, log_decay: Tensor | None, *options: float) -> Any:
     """The sizes and, in the order of every signature here, the options."""
     b, h, t, d = k.shape
-    n, e = phi.shape[-1], v.shape[-1]
-    sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": n, "d": d, "e": e, "queries": q.shape[2]}
+    sizes = {"rows": b * h, "g": q.shape[1] // h, "t": t, "n": slots, "d": d, "e": v.shape[-1], "queries": q.shape[2]}
+    sizes["decay_width"] = 0 if log_decay is None else log_decay.shape[-1]
     named = dict(zip(("mean", "linear", "mask_empty", "causal", "scale", "floor"), options, strict=True))
     return _Args(**sizes, **named, backward=0, threads=torch.get_num_threads())
 
@@ -546,7 +564,7 @@ def _call(args: Any, **tensors: Tensor | None) -> None:
     tokens, queries, slots = args.rows * args.t, args.rows * args.g * args.queries, args.rows * args.n
     counts = {"out": queries * args.e, "scores": queries * args.n, "lse": queries}
     counts |= {"q": queries * (args.n if args.linear else args.d), "k": tokens * args.d, "v": tokens * args.e}
-    counts |= dict.fromkeys(("phi", "log_decay", "readable"), tokens * args.n)
+    counts |= {"phi": tokens * args.n, "readable": tokens * args.n, "log_decay": tokens * args.decay_width}
     counts |= {"memory_k": slots * args.d, "memory_v": slots * args.e}
     for name, x in tensors.items():
         if x is None:
@@ -555,7 +573,7 @@ def _call(args: Any, **tensors: Tensor | None) -> None:
         count, dtype = counts.get(kind, slots), _DTYPES.get(kind, torch.float32)
         if kind == "checkpoints":
             args.checkpoint_floats = count = x.numel()
-        empty = not x.numel() and (kind in ("scores", "lse", "log_total") or name == "d_log_decay")  # there is none
+        empty = not x.numel() and (kind in ("scores", "lse", "log_total") or name in ("d_phi", "d_log_decay"))  # none
         if (x.numel() != count and not empty) or x.dtype != dtype or not x.is_contiguous() or not x.is_cpu:
             raise ValueError(
                 f"the native kernels need {count} contiguous elements of {dtype} for {name!r}, "

@@ -60,6 +60,9 @@ static inline void clear_above_diagonal(float *p, int length, int chunk) {
 //     N6   dc_jn = sum_{t >= j} x_tn (scale ds_tn q_t . k_j + p_tn d_out_t . v_j)  +  d_memory_n . [k_j, v_j, 1]
 //     N7   running mean:  dl_j = c_j (dc_j - sum_{t >= j} x_t u_t)
 //     N8   decays:        d phi_j = exp(-L_j) dc_j,   d log_decay_j = sum_{t >= j} (u_t - phi_t d phi_t)
+//     N9   running mean that forgets: log_decay_j adds to the logarithm of every earlier weight; with that of the sum that
+//          was passed in, these and the later weights together do to log A what d_log_total says, and nothing to the means:
+//                         d log_decay_j = d_log_total - sum_{t >= j} dl_t - dl_j f_j / (1 - f_j),   f = exp(log_decay)
 // Sums at the chunks' starts are recomputed from the checkpoints, a span at a time.
 static void backward_row(const Args *a, int64_t row, float *scratch) {
     Row w;
@@ -77,6 +80,7 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
     float *dqb = w.take(chunk * dp), *dkb = w.take(chunk * dp), *dvb = w.take(chunk * ep);
     float *dcT = w.take(np * chunk);
     double *carried = (double *)w.take(2 * np);  // sums over later tokens; running mean: x u (N7), decays: u - phi d_phi (N8)
+    double *rest = (double *)w.take(2 * np);     // d_log_total less the sum over later tokens of dl (N9)
     MemoryGradient d_memory;
     d_memory.load_gradient(w, row);
     float *starts = w.take(SPAN * sums);
@@ -103,10 +107,10 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
         }
         if (span == spans - 1)
             for (int i = 0; i < np; i++) {
-                carried[i] = 0;
+                carried[i] = rest[i] = 0;
                 if (i >= n) continue;
                 carried[i] = d_memory.effect(w, i, s.plain, dp, 1, s.transposed, 1, np, s.mass[i]) * s.scale[i];
-                if (a->mean) carried[i] -= a->d_log_total[row * n + i];
+                if (a->mean) carried[i] -= a->d_log_total[row * n + i], rest[i] = a->d_log_total[row * n + i];
             }
         // 2. Between spans d_memory is the gradient of the memory, inside one that of the sums: the passes scale sums differently
         d_memory.scale(w, s.scale);
@@ -202,7 +206,8 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                     vec before = load(later + j), here = {};
                     for (int l = (length - 1) * np + j; l >= 0; l -= np) {
                         here += load(w.x + l) * load(u + l);
-                        store(dc + l, load(w.c + l) * (load(dc + l) - (before + here)));
+                        vec d_log = load(w.c + l) * (load(dc + l) - (before + here));
+                        store(dc + l, d_log), store(u + l, -d_log);
                     }
                     store(later + j, here);
                 }
@@ -214,15 +219,41 @@ static void backward_row(const Args *a, int64_t row, float *scratch) {
                         store(u + l, load(u + l) - load(w.c + l) * load(dc + l));
                         store(dc + l, load(dc + l) * load(w.inverse + l));
                     }
-            // The sum of N8 is exp(log_decay_j) times an effect on later queries. Where that factor is nothing, so is the
-            // sum; what rounding has left of it would be noise, here and for all earlier tokens.
-            for (int i = length - 1; w.ld && i >= 0; i--)
-                for (int j = 0; j < n; j++) {
-                    const size_t at_slot = (from + i) * n + j;
-                    carried[j] = w.ld[at_slot] <= GONE ? 0.0 : carried[j] + u[i * np + j];
-                    a->d_log_decay[row * t * n + at_slot] = (float)carried[j];
+            // The sum of N8 is exp(log_decay_j) times an effect on later queries. Where that factor is nothing, so is the sum;
+            // what rounding has left of it would be noise, here and for all earlier tokens. In a mean (N9) no factor is nothing:
+            // what enters may be as small.
+            if (w.ld) {
+                const bool alike = a->mean && a->decay_width == 1;
+                const float *decays = alike ? nullptr : padded(length, n, w.ld + from * n, y, np, 0.0f);
+                double *so_far = a->mean ? rest : carried;
+                float *still = w.next;  // 0 where later chunks have nothing to do with what was before this one
+                for (int j = 0; j < np; j++) later[j] = (float)so_far[j];
+                for (int j = 0; j < np; j += VL) {
+                    vec before = load(later + j), here = {}, stays = splat(1.0f);
+                    for (int i = length - 1; i >= 0; i--) {
+                        const int l = i * np + j;
+                        vec decay = alike ? splat(w.ld[from + i]) : load(decays + l);
+                        ivec kept = decay > splat(a->mean ? -INFINITY : GONE);
+                        here = kept ? here + load(u + l) : (vec){};
+                        before = kept ? before : (vec){}, stays = kept ? stays : (vec){};
+                        vec effect = before + here;
+                        if (a->mean && !alike) effect -= load(dc + l) * odds(decay);
+                        store(u + l, effect);
+                    }
+                    store(later + j, here), store(still + j, stays);
                 }
-            for (int i = 0; i < length; i++) memcpy(a->d_phi + (at + i) * n, dc + i * np, n * 4);
+                for (int j = 0; j < np; j++) so_far[j] = so_far[j] * still[j] + later[j];
+                for (int i = 0; i < length; i++) {
+                    if (!alike) {
+                        memcpy(a->d_log_decay + (at + i) * n, u + i * np, n * 4);
+                        continue;
+                    }
+                    double all = 0, entered = 0;
+                    for (int j = 0; j < n; j++) all += u[i * np + j], entered += dc[i * np + j];
+                    a->d_log_decay[at + i] = (float)(all - entered * odds(splat(w.ld[from + i]))[0]);
+                }
+            }
+            for (int i = 0; a->phi && i < length; i++) memcpy(a->d_phi + (at + i) * n, dc + i * np, n * 4);
             d_memory.scale(w, w.shrink);  // now the gradient of the sums before the chunk
         }
         d_memory.scale(w, unscale);

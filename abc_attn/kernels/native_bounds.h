@@ -33,8 +33,10 @@ static bool inside(const Args *a) {
     if (!expect(fits(a))) return false;
     const int64_t rows = a->rows, slots = rows * a->n, keys = slots * a->d, values = slots * a->e;
     const int64_t of_queries = rows * a->g * a->queries;
-    bool found = there(a->q, of_queries * (a->linear ? a->n : a->d)) && there(a->k, rows * a->d) && there(a->v, rows * a->e) &&
-                 there(a->phi, slots);
+    const bool of_slots = a->decay_width == a->n, of_head = a->mean && a->decay_width == 1;
+    const bool decays = !a->log_decay || (a->causal && (of_slots || of_head));
+    bool found = decays && there(a->q, of_queries * (a->linear ? a->n : a->d)) && there(a->k, rows * a->d) && there(a->v, rows * a->e) &&
+                 there(a->phi, a->mean && a->log_decay ? 0 : slots);
     if (!a->backward)
         found = found && there(a->old_k, keys) && there(a->old_v, values) && there(a->old_mass, slots) &&
                 there(a->old_used, slots) && there(a->old_total, a->mean ? slots : 0) && there(a->memory_k, keys) &&
@@ -43,7 +45,8 @@ static bool inside(const Args *a) {
     else {
         found = found && there(a->d_out, of_queries * a->e) && there(a->d_memory_k, keys) && there(a->d_memory_v, values) &&
                 there(a->d_mass, slots) && there(a->d_q, of_queries * (a->linear ? a->n : a->d)) && there(a->d_k, rows * a->d) &&
-                there(a->d_v, rows * a->e) && there(a->d_phi, slots) && there(a->d_log_decay, a->log_decay ? slots : 0) &&
+                there(a->d_v, rows * a->e) && there(a->d_phi, a->phi ? slots : 0) &&
+                there(a->d_log_decay, a->log_decay ? rows * a->decay_width : 0) &&
                 there(a->d_log_total, a->mean ? slots : 0) && there(a->scores, a->linear ? 0 : of_queries) &&
                 there(a->lse, a->linear ? 0 : of_queries);
         found = found && (a->causal ? there(a->checkpoints, rows)

@@ -5,17 +5,26 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
     w.sizes(a);
     const int n = w.n, d = w.d, e = w.e, np = w.np;
     float *r = scratch, *share = r + np, *kept = share + np, *change = kept + np, *p = change + np, *ob = p + np;
-    const float *phi = a->phi + row * n, *ld = a->log_decay ? a->log_decay + row * n : nullptr;
+    const float *phi = a->phi ? a->phi + row * n : nullptr, *ld = a->log_decay ? a->log_decay + row * a->decay_width : nullptr;
     const uint8_t *was_used = a->old_used + row * n, *readable = a->readable ? a->readable + row * n : nullptr;
     uint8_t *used = a->used + row * n;
     // 1. The share of the token that enters each slot (phi_t) and the logarithm of what the slot keeps (r = log_decay_t).
     if (a->mean) {
         // Running mean (B.1): A_t = A_{t-1} + exp(logit), phi_t = exp(logit) / A_t, log_decay_t = log A_{t-1} - log A_t.
+        // One that forgets, f = exp(log_decay): f A_{t-1} stands for A_{t-1}, and (1 - f) exp(logit) for exp(logit).
         // log A_t = the larger of the two logarithms (fp64) + log1p(exp(smaller - larger)), which is small: fp32 will do.
-        const double *before = a->old_total + row * n;
+        const double *old = a->old_total + row * n;
+        auto decay = [&](int j) { return ld[a->decay_width == 1 ? 0 : j]; };
+        auto before = [&](int j) { return ld ? old[j] + decay(j) : old[j]; };
+        if (ld) {
+            for (int j = 0; j < np; j++) ob[j] = j < n ? decay(j) : 0;
+            for (int j = 0; j < np; j += VL) store(ob + j, log_forgotten(load(ob + j)));
+            for (int j = 0; phi && j < n; j++) ob[j] += phi[j];
+            phi = ob;
+        }
         for (int j = 0; j < np; j++) {
-            const double high = j >= n ? -INFINITY : before[j] > phi[j] ? before[j] : phi[j];
-            r[j] = high == -INFINITY ? -INFINITY : (float)(before[j] - high);
+            const double high = j >= n ? -INFINITY : before(j) > phi[j] ? before(j) : phi[j];
+            r[j] = high == -INFINITY ? -INFINITY : (float)(before(j) - high);
             share[j] = high == -INFINITY ? -INFINITY : (float)(phi[j] - high);
         }
         for (int j = 0; j < np; j += VL) {
@@ -23,7 +32,7 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
             store(change + j, vlog1p(vexp(low)));
         }
         for (int j = 0; j < n; j++) {
-            const double high = before[j] > phi[j] ? before[j] : phi[j];
+            const double high = before(j) > phi[j] ? before(j) : phi[j];
             a->log_total[row * n + j] = high + change[j];
             used[j] = was_used[j] || phi[j] > -INFINITY;
         }

@@ -76,6 +76,54 @@ __attribute__((always_inline)) static inline vec vexp(vec x) {
 #endif
 }
 
+// 1 - exp(x) for x <= 0, of vectors and numbers alike: where x is small the series, which does not cancel.
+template <class T>
+__attribute__((always_inline)) static inline T small_forgotten(T x) {
+    T p = x * (1.0f / 5040) + 1.0f / 720;
+    p = p * x + 1.0f / 120;
+    p = p * x + 1.0f / 24;
+    p = p * x + 1.0f / 6;
+    p = p * x + 0.5f;
+    return -(x + x * x * p);
+}
+__attribute__((always_inline)) static inline vec forgotten(vec x) {
+    return x > splat(-0.5f) ? small_forgotten(x) : 1.0f - vexp(x);
+}
+static inline float forgotten(float x) { return x > -0.5f ? small_forgotten(x) : 1.0f - expf(x); }
+
+// log(1 - exp(x)) for x <= 0; -inf where 1 - exp(x) is no normal number.
+// log(y) = k log 2 + log(m) with m in [sqrt(1/2), sqrt(2)): a polynomial for log(m).
+__attribute__((always_inline)) static inline vec log_forgotten(vec x) {
+    const vec y = forgotten(x);
+    ivec k = (((ivec)y - (ivec)splat(0.70710678f)) >> 23);
+    vec f = (vec)((ivec)y - (k << 23)) - 1.0f, square = f * f;
+    vec p = splat(7.0376836292e-2f);
+    p = p * f - 1.1514610310e-1f;
+    p = p * f + 1.1676998740e-1f;
+    p = p * f - 1.2420140846e-1f;
+    p = p * f + 1.4249322787e-1f;
+    p = p * f - 1.6668057665e-1f;
+    p = p * f + 2.0000714765e-1f;
+    p = p * f - 2.4999993993e-1f;
+    p = p * f + 3.3333331174e-1f;
+    const vec exponent = __builtin_convertvector(k, vec);
+    const vec rest = p * f * square + exponent * -2.12194440e-4f - 0.5f * square;
+    return y < splat(LEAST) ? splat(-INFINITY) : f + rest + exponent * 0.693359375f;
+}
+
+// exp(x) / (1 - exp(x)) for x <= 0: minus the derivative of log_forgotten. 0 where that is -inf.
+static inline vec odds(vec x) {
+    const vec share = forgotten(x);
+    return share < splat(LEAST) ? (vec){} : vexp(x) / share;
+}
+
+// Whether any lane is set.
+static inline bool any(ivec x) {
+    int32_t found = 0;
+    for (int l = 0; l < VL; l++) found |= x[l];
+    return found;
+}
+
 // log(1 + y) for y in [0, 1]: 2 atanh(y / (2 + y)), whose series is short there.
 static inline vec vlog1p(vec y) {
     vec s = y / (2.0f + y), square = s * s, p = splat(1.0f / 15);

@@ -88,11 +88,12 @@ def test_second_derivatives_are_given_or_refused_with_a_reason():
         return torch.autograd.grad(first.sum(), x)
 
     twice("torch")
+    twice("torch", gate=True)
     if "native" in BACKENDS:
         with pytest.raises(NotImplementedError, match="no second derivatives: use backend='torch'"):
             twice("native")
     with pytest.raises(NotImplementedError, match=r"under torch\.func only"):
-        twice("auto", gate=True)
+        twice("reference", gate=True)
 
 
 @pytest.mark.parametrize("value", ["x", True, float("nan"), float("inf")])

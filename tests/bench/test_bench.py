@@ -112,7 +112,8 @@ def test_a_run_from_end_to_end(name, tmp_path, capsys):
     assert "commit" in facts
 
     rows = found["rows"]
-    by_key = {(row["method"], row["phase"], row["tokens"], row["slots"]): row for row in rows}
+    assert {row["gate"] for row in rows} == ({"", "head", "slot", "slots"} if name == "op" else {""})
+    by_key = {(row["method"], row["phase"], row["tokens"], row["slots"], row["gate"]): row for row in rows}
     assert len(by_key) == len(rows)
     for row in rows:
         assert row["note"] == ""
@@ -120,10 +121,13 @@ def test_a_run_from_end_to_end(name, tmp_path, capsys):
         assert 0 < first <= row["seconds"] <= third
         assert row["repetitions"] == 2
         for baseline in ("sdpa", "eager"):
-            other = by_key[baseline, row["phase"], row["tokens"], None]
+            other = by_key[baseline, row["phase"], row["tokens"], None, ""]
             assert row[f"ratio_{baseline}"] == pytest.approx(other["seconds"] / row["seconds"])
             if name != "decode":
                 assert row[f"peak_ratio_{baseline}"] == (1.5 if row["method"] in OURS else 1)
+        if row["gate"]:
+            plain = by_key[row["method"], row["phase"], row["tokens"], row["slots"], ""]
+            assert row["gate_cost"] == pytest.approx(row["seconds"] / plain["seconds"])
         assert (row["gate_error"] is not None) == (row["method"] in OURS)
         if row["method"] in OURS:
             assert row["gate_error"] < 1e-4

@@ -3,6 +3,7 @@
 Axes: b batch, h heads, t tokens, n slots, d width.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -338,9 +339,52 @@ def test_gated_mlp_gates_numerator_and_denominator(activation):
     assert_form(attn, x, lambda q, k, v: read_each(q, weighted_means(alphas(attn, x), k, v, gates(attn, x))))
 
 
-def test_gated_mlp_over_a_whole_sequence_is_read_at_its_end():
+def test_a_gate_over_a_whole_sequence_weighs_and_forgets_nothing():
     attn, x = attention("mlp", 3, gate=True, causal=False), tokens()
-    assert_form(attn, x, lambda q, k, v: attend(q, *weighted_means(alphas(attn, x), k, v, gates(attn, x))[-1]))
+    weights = alphas(attn, x) * (1 - gates(attn, x))
+    assert_form(attn, x, lambda q, k, v: attend(q, *weighted_means(weights, k, v)[-1]))
+
+
+def kept(attn: BoundedAttention, x: Tensor) -> Tensor:
+    """f = sigmoid(W x + b)^(1/exponent), b h t n."""
+    gate = attn.control.gate
+    logits = (x @ gate.weight.T + gate.bias).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    return torch.sigmoid(logits) ** (1 / attn.control.exponent)
+
+
+def forgetting_means(alpha: Tensor, f: Tensor, k: Tensor, v: Tensor) -> Memories:
+    """Slot by slot: A_t = f A_{t-1} + (1 - f) alpha_t for K, V and the sum that divides them."""
+    K = V = total = 0
+    memories = []
+    for t in range(k.shape[2]):
+        keep = f[:, :, t, :, None]
+        new = (1 - keep) * alpha[:, :, t, :, None]
+        K, V, total = keep * K + new * k[:, :, t, None], keep * V + new * v[:, :, t, None], keep * total + new
+        memories.append((K / total, V / total, (total > 0).mT))
+    return memories
+
+
+def test_mlp_with_a_gate_for_each_slot():
+    attn, x = attention("mlp", 3, gate="slot", half_life=16.0), tokens()
+    assert_form(attn, x, lambda q, k, v: read_each(q, forgetting_means(alphas(attn, x), kept(attn, x), k, v)))
+
+
+def test_slots_are_mlp_whose_alphas_are_equal():
+    attn, x = attention("slots", 3, half_life=16.0), tokens()
+    f = kept(attn, x)
+    assert_form(attn, x, lambda q, k, v: read_each(q, forgetting_means(torch.ones_like(f), f, k, v)))
+
+
+def test_slots_over_a_whole_sequence_weigh_and_forget_nothing():
+    attn, x = attention("slots", 3, causal=False), tokens()
+    assert_form(attn, x, lambda q, k, v: attend(q, *weighted_means(1 - kept(attn, x), k, v)[-1]))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 8.0])
+def test_half_lives_of_slots_are_spread_from_one_token_to_the_longest(exponent):
+    attn = attention("slots", 7, half_life=64.0, exponent=exponent)
+    f = kept(attn, torch.zeros(1, 1, EMBED, dtype=torch.float64))[0, 0, 0]
+    assert error(-math.log(2) / f.log(), torch.tensor([1.0, 2, 4, 8, 16, 32, 64]).double()) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [True, False])

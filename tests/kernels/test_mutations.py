@@ -18,7 +18,7 @@ from abc_attn import Write, attention
 # The functions that a fault is put into: a module, and what it calls them. Their arguments go by name.
 KERNELS = (attention, ("scan", "mean_attention"))
 SUMS, MEANS, DECAYS = Case("elu"), Case("mlp:{n}"), Case("elu", {"gate": True})
-FORGETS = Case("mlp:{n}", {"gate": True})
+FORGETS, FORGET_APART, TIED = Case("mlp:{n}", {"gate": True}), Case("mlp:{n}", {"gate": "slot"}), Case("slots:{n}")
 POSITIONS = Case("linformer:{n}")
 SLOTS, EARLIER, TOKENS = 8, 6, 67
 
@@ -59,8 +59,19 @@ def drop_the_decay_of_the_normaliser(kernel, given):
     return out * (total / other)[..., None], memory._replace(mass=wrong[-1])
 
 
+def forget_nothing_at_the_start_of_a_chunk(kernel, given):
+    """The first token of every 16 keeps all of what a mean holds."""
+    log_keep = given["log_keep"].clone()
+    log_keep[:, :, ::16] = 0
+    return kernel(**given | {"log_keep": log_keep})
+
+
 def skip_a_token_of_a_chunk(kernel, given):
     at = given["k"].shape[2] // 2
+    if given.get("log_weights") is None and "log_keep" in given:
+        log_keep = given["log_keep"].clone()
+        log_keep[:, :, at] = 0  # and what is not kept enters
+        return kernel(**given | {"log_keep": log_keep})
     if "log_weights" in given:
         weights = given["log_weights"].clone()
         weights[:, :, at] = -torch.inf
@@ -88,7 +99,7 @@ def lose_the_first_state(kernel, given):
 def sum_in_fp16(kernel, given):
     """The memory is held in fp16 from each chunk of 16 tokens to the next."""
     whole, outs = given, []
-    names = {"q", "k", "v", "log_weights", "key_padding_mask", "write"} & given.keys()
+    names = {"q", "k", "v", "log_weights", "log_keep", "key_padding_mask", "write"} & given.keys()
     for start in range(0, whole["k"].shape[2], 16):
         chunk = {name: _tokens(whole[name], slice(start, start + 16)) for name in names}
         out, memory, *rest = kernel(**given | chunk)
@@ -106,10 +117,11 @@ def _tokens(value, part):
 
 FAULTS = {
     drop_the_decay_of_the_normaliser: [DECAYS],
-    skip_a_token_of_a_chunk: [SUMS, MEANS, DECAYS, FORGETS],
-    mask_v_only: [SUMS, MEANS, DECAYS, POSITIONS],
-    lose_the_first_state: [SUMS, MEANS, DECAYS, FORGETS],
-    sum_in_fp16: [SUMS, MEANS, DECAYS, FORGETS],
+    forget_nothing_at_the_start_of_a_chunk: [FORGETS, FORGET_APART],
+    skip_a_token_of_a_chunk: [SUMS, MEANS, DECAYS, FORGETS, FORGET_APART, TIED],
+    mask_v_only: [SUMS, MEANS, DECAYS, FORGETS, TIED, POSITIONS],
+    lose_the_first_state: [SUMS, MEANS, DECAYS, FORGETS, FORGET_APART, TIED],
+    sum_in_fp16: [SUMS, MEANS, DECAYS, FORGETS, FORGET_APART, TIED],
 }
 
 

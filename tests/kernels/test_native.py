@@ -160,7 +160,7 @@ def test_a_step_is_that_of_the_loop(sizes, width):
         token = [x[:, :, t : t + 1].contiguous() for x in tensors]
         before = [x.clone() for x in (*state[0], state[1])]
         with vector_width(width):
-            out, memory, log_total = mean_step(*token, *state, Reading())
+            out, memory, log_total = mean_step(*token, None, *state, Reading())
         assert all(torch.equal(a, b) for a, b in zip((*state[0], state[1]), before, strict=True))  # as it was given
         state = memory, log_total
         expected, exact = mlp_attention(*token, exact, backend="reference")
@@ -173,6 +173,7 @@ def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
     q, k, v, logits = (x[:, :, :1].contiguous() for x in inputs(g=2))
     _, (memory, log_total) = mlp_attention(q, k, v, logits)
     ordinary = {"q": q, "k": k, "v": v, "log_weights": logits, "memory": memory, "log_total": log_total}
+    ordinary["log_keep"] = None
 
     def step(**changed):
         return mean_step(**(ordinary | changed), reading=Reading())
@@ -194,6 +195,10 @@ def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
         {"k": k.to("meta")},
         {"v": torch.cat([v, v], -1)[..., ::2]},  # fits, but for its strides
         {"log_weights": logits.clone().requires_grad_()},
+        {"log_keep": -logits.exp().requires_grad_()},
+        {"log_keep": -logits.exp().double()},
+        {"log_keep": -logits.exp()[..., 1:].contiguous()},
+        {"log_weights": None},
         dict(zip(("q", "k", "v", "log_weights"), two, strict=True)),
     ]
     for changed in odd:
