@@ -129,4 +129,6 @@ def _run(planned: Plan) -> dict[str, Any]:
     scores = task.scores(task.load_model(folder), planned.table.scores())
     about = json.loads((folder / STARTED).read_text(encoding="utf-8"))
     about["values"] = recipe.without_places()
+    if signatures := task.signatures():
+        about["signatures"] = signatures
     return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores}
