@@ -239,10 +239,12 @@ def make_control(
 def unknown_controls(control: object) -> list[str]:
     """The names in "window:32+clock:8", or in several of such, that are not registered, not even by installed packages.
 
-    Several are a list (by layer) or a dict (by site). What is neither, nor a string, has no names: whoever takes it will
-    say what is wrong with it.
+    Several are a list (by layer) or a dict (by site). Anything else has no names: whoever takes it will say what is
+    wrong with it.
     """
-    controls = control if isinstance(control, list) else list(control.values()) if isinstance(control, dict) else [control]
+    if isinstance(control, dict):
+        control = list(control.values())
+    controls = control if isinstance(control, list) else [control]
     names = [part.strip().partition(":")[0] for each in controls if isinstance(each, str) for part in each.split("+")]
     if not CONTROLS.keys() >= {*names}:
         load_entry_points()

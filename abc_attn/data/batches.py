@@ -5,6 +5,8 @@ Item i is a whole batch and a fixed function of (seed, i), so to resume is to go
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -80,7 +82,7 @@ def by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     """Examples of like length together, within a budget of tokens: for scoring, where the order does not matter."""
     order = np.lexsort((lengths[0], lengths[1]))
     cuts = _cuts(lengths[:, order], max_tokens)
-    return [order[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [order[start:end] for start, end in pairwise(cuts)]
 
 
 def _cuts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:

@@ -150,9 +150,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def find_parallel_files(
-    folder: str | os.PathLike[str], languages: tuple[str, str]
-) -> dict[str, tuple[Path, ...]]:
+def find_parallel_files(folder: str | os.PathLike[str], languages: tuple[str, str]) -> dict[str, tuple[Path, ...]]:
     """The files of a folder by split: train.jsonl, or train.en and train.de; each possibly as .xz or .gz.
 
     What follows the name of a split is free, if one file alone fits: test_2016_flickr.en.

@@ -92,6 +92,7 @@ class Translator:
 
     length_penalty: log p of a translation is divided by (its tokens, the end included) to this power.
     longest: tokens of a translation at most; None: those of its source and 50 more.
+    cut: a sentence that is too long for the model is read as far as it can be, instead of an error.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class Translator:
         beams: int = 5,
         length_penalty: float = 0.6,
         longest: int | None = None,
+        cut: bool = False,
         together: int = TOGETHER,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.beams, self.length_penalty, self.longest, self.together = beams, length_penalty, longest, together
-        self.start: int = model.generation_config.decoder_start_token_id  # type: ignore[union-attr,assignment]
+        self.cut = cut
+        self.start: int = model.generation_config.decoder_start_token_id
         self.pads_left = isinstance(model, BoundedModel) and model.family.decoder is not None
         self.most = _most_tokens(model)
         self.work = Work()
@@ -173,6 +176,8 @@ class Translator:
     def _tokens(self, sentence: str) -> list[int]:
         """Without the end; nothing for an empty sentence."""
         ids = self.tokenizer(sentence).input_ids if sentence.strip() else []
+        if self.cut and self.most is not None:
+            return ids[: self.most - 1][: len(ids) - 1]
         self._limit_source(ids)
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
@@ -235,7 +240,8 @@ class Translator:
         )
         held = _held_bytes(found.past_key_values) // len(rows)
         self.work.state_bytes = max(self.work.state_bytes, held)
-        return [_until(end, row[width : int(limit)]) for row, limit in zip(found.sequences.tolist(), limits, strict=True)]
+        written = zip(found.sequences.tolist(), limits.tolist(), strict=True)
+        return [_until(end, row[width:limit]) for row, limit in written]
 
 
 def _joined(sentences: Sequence[list[int]], separator: int, end: int) -> list[int]:

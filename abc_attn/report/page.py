@@ -98,7 +98,9 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
     rows = by_row(table, runs)
     found = [_ours(table, ColumnGroup("Figures" if not table.paper else "Measured here", "", table.columns), rows)]
     if table.paper:
-        theirs = [[row, *map(str, table.paper[row])] for row in table.paper]
+        theirs = [
+            [row, *("-" if figure is None else str(figure) for figure in known)] for row, known in table.paper.items()
+        ]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
     return found + [_ours(table, group, rows) for group in table.more]
 

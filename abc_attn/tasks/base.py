@@ -113,7 +113,7 @@ class Task(ABC):
     # What exp(training loss) is called in progress lines and metrics.jsonl; None where it means nothing.
     perplexity: ClassVar[str | None] = None
     # Recipe keys of a run that takes a second, for the tests: sizes of the model, and data. They run where there is a
-    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words.
+    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words, and the same as .en, .de and .es.
     tiny: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: Any, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:

@@ -40,7 +40,9 @@ class Settings(base.Settings):
     data_dir: str | None = setting(
         None, "a folder with train, valid and test text: train.en and train.de, or train.jsonl", source=True, place=True
     )
-    train_source: str | None = setting(None, "a file; with the other five, instead of data_dir", source=True, place=True)
+    train_source: str | None = setting(
+        None, "a file; with the other five, instead of data_dir", source=True, place=True
+    )
     train_target: str | None = setting(None, "a file, as long as train_source", source=True, place=True)
     validation_source: str | None = setting(None, "a file", source=True, place=True)
     validation_target: str | None = setting(None, "a file", source=True, place=True)
@@ -91,8 +93,6 @@ class Translation(Task):
         "where": ["self", "cross"],
         "max_tokens": 256,
         "data_dir": "text",
-        "source_lang": "txt",
-        "target_lang": "txt",
         "cache_dir": "cache",
     }
 
@@ -117,7 +117,13 @@ class Translation(Task):
         few = {"vocab_size": 8, "max_position_embeddings": 4, "encoder_ffn_dim": 1, "decoder_ffn_dim": 1}
         if config.layers is None:
             few |= {"encoder_layers": 1, "decoder_layers": 1}
-        CLASSES["BoundedMarianForConditionalGeneration"](self._config(self.model_values | few))
+        model = CLASSES["BoundedMarianForConditionalGeneration"](self._config(self.model_values | few))
+        lengths = [module.max_length for module in model.modules() if hasattr(module, "max_length")]
+        if lengths and min(lengths) < self.settings.max_length:
+            raise ValueError(
+                f"max_length={self.settings.max_length} tokens of a side are more than the control's max_length="
+                f"{min(lengths)} (control_options)"
+            )
         self._source()
 
     def _check_sizes(self, config: Any) -> None:
@@ -196,10 +202,13 @@ class Translation(Task):
         """Vaswani's transformer: normed after each part (Marian's only form), sinusoids, one embedding for all."""
         from huggingface_hub.errors import StrictDataclassError
 
+        kind: Any = self.config_class()
         special = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # data/pairs.py: SPECIAL
-        form = {"activation_function": "relu", "scale_embedding": True, "forced_eos_token_id": None}
+        form: dict[str, Any] = {"activation_function": "relu", "scale_embedding": True, "forced_eos_token_id": None}
+        # Embeddings start with a deviation of 1, as in fairseq.
+        form["init_std"] = values.get("d_model", kind.d_model) ** -0.5
         try:
-            config: Any = self.config_class()(**form | values | special)
+            config = kind(**form | values | special)
         except StrictDataclassError as error:  # a value of the wrong type
             raise ValueError(" ".join(str(error).split())) from None
         config.context_sentences = self.settings.context_sentences  # for those who translate with it
@@ -269,23 +278,20 @@ class Translation(Task):
         from abc_attn.evaluation.translating import Translator
 
         settings = self.settings
-        translator = Translator(
-            model, self.corpus.tokenizer, beams=settings.num_beams, length_penalty=settings.length_penalty
-        )
+        search: dict[str, Any] = {"beams": settings.num_beams, "length_penalty": settings.length_penalty}
+        translator = Translator(model, self.corpus.tokenizer, **search, cut=True)
         figures: Figures = {}
         for split in SCORED:
             wanted = [name.partition("/")[2] for name in names if name.startswith(f"{split}/")]
             for ending in ("", AFTER_REFERENCES):
-                measures = [name.removesuffix(ending) for name in wanted if name.endswith(AFTER_REFERENCES) == bool(ending)]
+                chosen = [name for name in wanted if name.endswith(AFTER_REFERENCES) == bool(ending)]
+                measures = [name.removesuffix(ending) for name in chosen]
                 if not measures:
                     continue
-                started = time.monotonic()
-                documents = measured_documents(self._source(), split, settings.context_sentences, settings.eval_documents)
-                made = translator.documents(
-                    [document.source for document in documents],
-                    settings.context_sentences,
-                    [document.target for document in documents] if ending else None,
-                )
+                started, context = time.monotonic(), settings.context_sentences
+                documents = measured_documents(self._source(), split, context, settings.eval_documents)
+                references = [document.target for document in documents] if ending else None
+                made = translator.documents([document.source for document in documents], context, references)
                 for name in measures:
                     figures[f"{split}/{name}{ending}"] = measure(name, documents, made)
                 shown = ", ".join(f"{name} {figures[f'{split}/{name}{ending}']:.2f}" for name in measures)

@@ -142,7 +142,6 @@ class _Run:
         trainer.accelerator.wait_for_everyone()
         return done or json.loads((folder / FINISHED).read_text(encoding="utf-8"))
 
-
     def _average(self) -> None:
         """Give the model the mean of the weights of its last checkpoints, if the recipe says so."""
         count = self.recipe.settings.average_checkpoints

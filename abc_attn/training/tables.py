@@ -63,7 +63,8 @@ def plan(
     def add(row: str, seed: int) -> None:
         if (row, seed) in plans:
             return
-        folder = Path("runs", table, scale, f"{row}-seed{seed}")
+        run = known[row].run() if not known[row].values else Path(table, scale, row)
+        folder = Path("runs", run.parent, f"{run.name}-seed{seed}")
         values = known[row].values | {"seed": seed, "output_dir": str(folder)} | dict(overrides or {})
         recipe = load_recipe(known[row].path, values)
         source = recipe.settings.init_from
