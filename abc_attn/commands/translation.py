@@ -43,24 +43,27 @@ def translate(arguments: argparse.Namespace) -> None:
                 out.give({groups[document][sentence][0]: text})
     out.finish()
     if out.refused:
-        shown = ", ".join(map(str, out.refused[:5])) + (", ..." if len(out.refused) > 5 else "")
+        shown = ", ".join(map(str, sorted(out.refused)[:5])) + (", ..." if len(out.refused) > 5 else "")
         raise CommandError(f"{len(out.refused)} of {out.lines} lines were not translated, and are empty: {shown}")
 
 
 def evaluate_translation(arguments: argparse.Namespace) -> None:
     """BLEU and chrF of a translator on two files."""
     with explained():
-        for name in ("source", "reference"):
-            if getattr(arguments, name) is None:
+        files = {"source": arguments.source, "reference": arguments.reference}
+        for name, file in files.items():
+            if file is None:
                 raise CommandError(f"--{name} is needed: a text file, as long as the other")
-            paths.text_file(getattr(arguments, name))
+        for file in files.values():
+            paths.text_file(file)
     translator, context = _translator(arguments)
     with hugging_face():
         from abc_attn.data import ParallelSource
         from abc_attn.evaluation.bleu import MEASURES, measure, measured_documents, signatures
 
-        files = (arguments.source, arguments.reference)
-        source = ParallelSource(("", ""), {"test": files}, blank_lines_end_documents=arguments.documents)
+        source = ParallelSource(
+            ("", ""), {"test": tuple(files.values())}, blank_lines_end_documents=arguments.documents
+        )
         documents = measured_documents(source, "test", context, None)
         started = time.perf_counter()
         made = translator.documents([document.source for document in documents], context)

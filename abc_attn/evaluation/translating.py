@@ -68,7 +68,7 @@ class Work:
     state_bytes: int = 0  # of one sentence with all its beams, when it was largest
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A sentence to translate: what is read, what the decoder is forced through, and how much it may write."""
 
     source: list[int]
@@ -150,7 +150,7 @@ class Translator:
         with tqdm(total=total, desc="translating", leave=False, disable=not sys.stderr.isatty()) as bar:
             for number in range(max(map(len, documents), default=0)):  # the first sentences of all, then the second ...
                 waiting: list[int] = []
-                rows: list[_Row] = []
+                rows: list[Row] = []
                 for document in range(len(documents)):
                     if number < len(texts[document]):
                         if not texts[document][number]:
@@ -162,7 +162,7 @@ class Translator:
                         waiting.append(document)
                         rows.append(self._row(texts[document][: number + 1], before, context))
                 ready: dict[int, list[int]] = {}
-                for places, ids in self._search(rows):
+                for places, ids in self.search(rows):
                     for place, row in zip(places, ids, strict=True):
                         ready[place] = row
                         text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
@@ -181,7 +181,7 @@ class Translator:
         self._limit_source(ids)
         return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
 
-    def _row(self, texts: list[list[int]], made: list[list[int]], context: int) -> _Row:
+    def _row(self, texts: list[list[int]], made: list[list[int]], context: int) -> Row:
         """The last of `texts`, after so many before it as the model has room for."""
         end, separator = self.tokenizer.eos_token_id, self.tokenizer.sep_token_id
         limit = len(texts[-1]) + 1 + MORE_THAN_SOURCE if self.longest is None else self.longest
@@ -192,9 +192,9 @@ class Translator:
                 break
         if self.most is not None:
             limit = min(limit, self.most + 1 - len(prefix))  # the last token is written and not read
-        return _Row(source, prefix, max(1, limit))
+        return Row(source, prefix, max(1, limit))
 
-    def _search(self, rows: Sequence[_Row]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    def search(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[list[int]]]]:
         """The tokens that follow each row's prefix, without the end; batch by batch, with the places of its rows."""
         if not rows:
             return
@@ -209,10 +209,21 @@ class Translator:
                 budget = max(self.together, int(sizes[:, same].max()))
                 groups += [same[chosen].tolist() for chosen in by_length(sizes[:, same], budget)]
         with evaluating(self.model):
-            for places in groups:
-                yield places, self._generate([rows[place] for place in places])
+            for group in groups:
+                for places in self._within_positions(rows, group):
+                    yield places, self._generate([rows[place] for place in places])
 
-    def _generate(self, rows: Sequence[_Row]) -> list[list[int]]:
+    def _within_positions(self, rows: Sequence[Row], group: list[int]) -> Iterator[list[int]]:
+        """A group in parts in which a row that is done still has positions while the others go on."""
+        prefixes, limits = ([len(rows[place].prefix) for place in group], [rows[place].limit for place in group])
+        if self.most is None or len(group) == 1 or max(prefixes) + max(limits) <= self.most + 1:
+            yield group
+            return
+        group = sorted(group, key=lambda place: rows[place].limit)
+        for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+            yield from self._within_positions(rows, half)
+
+    def _generate(self, rows: Sequence[Row]) -> list[list[int]]:
         tokenizer, device = self.tokenizer, self.model.device
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
         source = padded([np.array(row.source) for row in rows], pad).to(device)
@@ -231,10 +242,8 @@ class Translator:
             max_new_tokens=int(limits.max()) - width,
             max_length=None,
             stopping_criteria=StoppingCriteriaList([_RowLimits(limits)]),
-            num_beams=self.beams,
             do_sample=False,
-            early_stopping=False,
-            length_penalty=self.length_penalty,
+            **({"num_beams": self.beams, "length_penalty": self.length_penalty} if self.beams > 1 else {}),
             suppress_tokens=never,
             return_dict_in_generate=True,
         )
