@@ -35,6 +35,7 @@ class ParallelSource:
     """Where parallel text comes from.
 
     files: by split, the files of both languages, or one file of documents (JSON lines). languages: from, to.
+    dataset_column: of the data set, the column with a text for each language.
     blank_lines_end_documents: in plain files, a line that is empty on both sides is no pair, but ends a document.
     """
 
@@ -42,6 +43,7 @@ class ParallelSource:
     files: dict[str, tuple[Path, ...]] | None = None
     dataset_name: str | None = None
     dataset_config_name: str | None = None
+    dataset_column: str = ""
     blank_lines_end_documents: bool = False
 
     def check(self) -> None:
@@ -102,12 +104,11 @@ class ParallelSource:
         from datasets import load_dataset
 
         rows = load_dataset(self.dataset_name, self.dataset_config_name, split=split)
-        if "translation" not in rows.column_names:
-            raise ValueError(
-                f"{self.dataset_name} has columns {', '.join(rows.column_names)}; a column 'translation' is needed"
-            )
+        if self.dataset_column not in rows.column_names:
+            has = ", ".join(rows.column_names)
+            raise ValueError(f"{self.dataset_name} has columns {has}; a column {self.dataset_column!r} is needed")
         for line, row in enumerate(rows, 1):
-            sides = [row["translation"].get(language) for language in self.languages]
+            sides = [row[self.dataset_column].get(language) for language in self.languages]
             if not all(isinstance(side, str) for side in sides):
                 raise ValueError(f"{self.dataset_name}, row {line} has no text in {' and '.join(self.languages)}")
             yield Pair(_one_line(sides[0]), _one_line(sides[1]), 0, line)

@@ -143,9 +143,9 @@ class BoundedModel(Stateful):
         if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
             first = self.family.positions_without_token(config)
             self.base_model.register_forward_pre_hook(partial(count_real_tokens, first), with_kwargs=True)
-        for decoder in self.modules():
-            if self.family.decoder is not None and isinstance(decoder, self.family.decoder):
-                DecoderPositions(decoder)
+        for module in self.modules() if config.is_encoder_decoder else ():
+            if self.family.decoder is not None and isinstance(module, self.family.decoder):
+                DecoderPositions(module)
         if config.positions == "slot":
             self._count_positions_in_slots()
 

@@ -178,7 +178,10 @@ class Translation(Task):
             if settings.context_sentences:
                 raise ValueError("context_sentences needs documents, which dataset_name does not give: use data_dir")
             return ParallelSource(
-                languages, dataset_name=settings.dataset_name, dataset_config_name=settings.dataset_config_name
+                languages,
+                dataset_name=settings.dataset_name,
+                dataset_config_name=settings.dataset_config_name,
+                dataset_column="translation",
             )
         if settings.data_dir is not None:
             files = find_parallel_files(Path(settings.data_dir).expanduser(), languages)

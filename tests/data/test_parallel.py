@@ -136,6 +136,20 @@ def test_files_are_found_or_named(folder):
         build_pairs(ParallelSource(EN_DE, {"train": (folder / "none",)}), folder / "cache", 300)
 
 
+def test_a_data_set(folder, monkeypatch):
+    import datasets
+
+    rows = [{"pair": {"en": f"e{i}", "de": f"d{i}"}} for i in range(6)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: datasets.Dataset.from_list(rows))
+    given = ParallelSource(EN_DE, dataset_name="mine", dataset_column="pair")
+    assert [pair[:2] for pair in given.pairs("train")] == [(f"e{i}", f"d{i}") for i in range(6)]
+    assert len(build_pairs(given, folder / "cache", 300).examples("test")) == 6
+    with pytest.raises(ValueError, match="mine has columns pair; a column 'other' is needed"):
+        list(ParallelSource(EN_DE, dataset_name="mine", dataset_column="other").pairs("train"))
+    with pytest.raises(ValueError, match="mine, row 1 has no text in en and fr"):
+        list(ParallelSource(("en", "fr"), dataset_name="mine", dataset_column="pair").pairs("train"))
+
+
 def test_built_once_and_again_if_damaged(folder, monkeypatch, capsys):
     first = build(folder)
     assert [path.name for path in (folder / "cache").iterdir()] == [first.folder.name]
