@@ -1,7 +1,10 @@
 """Training translators: the step of transformers' own Marian, runs that resume bit for bit, averages, and scores."""
 
 import json
+import multiprocessing
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,34 @@ def test_a_step_is_that_of_transformers_marian(recipe):
     assert config.activation_function == "relu"
     assert ours.lm_head.weight is ours.model.shared.weight is ours.model.encoder.embed_tokens.weight
     assert task.loss_function().smoothing == 0.1
+
+
+def run_as(rank, port, changes):
+    """Trains as torchrun would have it: process `rank` of two."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train(load_recipe("tiny.yaml", changes))
+
+
+@pytest.mark.processes
+def test_two_processes_give_the_loss_of_one(recipe, tmp_path):
+    """DDP: the batches of two processes are the two accumulated batches of one, though they have other sizes."""
+    plain = {"dropout": 0.0}
+    train(recipe("one", **plain))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plain |= {"output_dir": str(tmp_path / "two"), "ddp_backend": "gloo", "gradient_accumulation_steps": 1}
+    context = multiprocessing.get_context("spawn")
+    both = [context.Process(target=run_as, args=(rank, port, plain)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+        assert process.exitcode == 0
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-5
 
 
 def test_control_and_options_by_site(recipe):
