@@ -146,32 +146,28 @@ class Translator:
         texts = [[self._tokens(sentence) for sentence in document] for document in documents]
         made: list[list[list[int]]] = [[] for _ in documents]
         given = [[self._tokens(sentence) for sentence in one] for one in references or ()]
-        total = sum(map(len, documents))
-        with tqdm(total=total, desc="translating", leave=False, disable=not sys.stderr.isatty()) as bar:
+        quiet = not sys.stderr.isatty() or sys.stdout.isatty()
+        with tqdm(total=sum(map(len, documents)), desc="translating", leave=False, disable=quiet) as bar:
             for number in range(max(map(len, documents), default=0)):  # the first sentences of all, then the second ...
-                waiting: list[int] = []
-                rows: list[Row] = []
-                for document in range(len(documents)):
-                    if number < len(texts[document]):
-                        if not texts[document][number]:
-                            made[document].append([])
-                            bar.update()
-                            yield document, number, ""
-                            continue
-                        before = (given or made)[document][:number]
-                        waiting.append(document)
-                        rows.append(self._row(texts[document][: number + 1], before, context))
-                ready: dict[int, list[int]] = {}
-                for places, ids in self.search(rows):
-                    for place, row in zip(places, ids, strict=True):
-                        ready[place] = row
-                        text = self.tokenizer.decode(row, skip_special_tokens=True).strip()
-                        self.work.sentences += 1
-                        self.work.tokens += len(row) + 1
+                due = [document for document, text in enumerate(texts) if number < len(text)]
+                for document in due:
+                    made[document].append([])
+                    if not texts[document][number]:
                         bar.update()
-                        yield waiting[place], number, " ".join(text.split())
-                for place, document in enumerate(waiting):
-                    made[document].append(ready[place])
+                        yield document, number, ""
+                due = [document for document in due if texts[document][number]]
+                before = given or made
+                rows = [self._row(texts[one][: number + 1], before[one][:number], context) for one in due]
+                for places, found in self.search(rows):
+                    for place, row in zip(places, found, strict=True):
+                        made[due[place]][number] = row
+                        bar.update()
+                        yield due[place], number, self._text(row)
+
+    def _text(self, row: list[int]) -> str:
+        self.work.sentences += 1
+        self.work.tokens += len(row) + 1  # the end, too
+        return " ".join(self.tokenizer.decode(row, skip_special_tokens=True).split())
 
     def _tokens(self, sentence: str) -> list[int]:
         """Without the end; nothing for an empty sentence."""
@@ -208,10 +204,11 @@ class Translator:
                 same = np.flatnonzero(lengths == length)
                 budget = max(self.together, int(sizes[:, same].max()))
                 groups += [same[chosen].tolist() for chosen in by_length(sizes[:, same], budget)]
-        with evaluating(self.model):
-            for group in groups:
-                for places in self._within_positions(rows, group):
-                    yield places, self._generate([rows[place] for place in places])
+        for group in groups:
+            for places in self._within_positions(rows, group):
+                with evaluating(self.model):
+                    found = self._generate([rows[place] for place in places])
+                yield places, found
 
     def _within_positions(self, rows: Sequence[Row], group: list[int]) -> Iterator[list[int]]:
         """A group in parts in which a row that is done still has positions while the others go on."""
