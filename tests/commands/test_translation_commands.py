@@ -12,6 +12,7 @@ import torch
 from command_line import refused_in_one_line
 from safetensors.torch import load_file
 from tiny_pairs import marian, sentences, write_pairs
+from transformers import AutoTokenizer
 
 from abc_attn.cli import main
 from abc_attn.data import ParallelSource, build_pairs, find_parallel_files
@@ -126,6 +127,23 @@ def test_an_answer_comes_before_the_next_line_and_an_interruption_leaves_whole_l
     assert "Traceback" not in said
     assert made.endswith("\n") or not made
     assert made.count("\n") < 999
+
+
+@pytest.mark.nightly
+def test_the_state_of_a_long_translation(place, tmp_path, translated):
+    """2,000 tokens are written in as many bytes as 10."""
+    tokenizer = AutoTokenizer.from_pretrained(place / "sentence")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2100, "decoder_layers": 1}
+    model = convert(marian(**sizes), "mlp", {"self": 2, "cross": 4}, where=["self", "cross"])
+    model.final_logits_bias[0, tokenizer.eos_token_id] = -1e4  # it never ends by itself
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    states = []
+    for longest in (10, 2000):
+        said = translated("e1 e2", tmp_path, "--longest", str(longest))[2]
+        assert f"1 lines, {longest + 1:,} tokens written" in said
+        states.append(said.partition("state ")[2])
+    assert states[0] == states[1]
 
 
 def test_scores(place, capsys):
