@@ -17,9 +17,10 @@ from abc_attn.commands.bench import bench
 from abc_attn.commands.demo import demo
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
-from abc_attn.commands.training import list_recipes, report, reproduce, train
+from abc_attn.commands.training import average, list_recipes, report, reproduce, train
+from abc_attn.commands.translation import translate
 from abc_attn.provenance import installed
-from abc_attn.tasks import keys_help
+from abc_attn.tasks import TRANSLATION, keys_help
 
 MOST_THREADS = 1024  # torch would start any number of them
 LONGEST_CONTEXT = 10**8  # tokens that a benchmark reads before it measures
@@ -121,6 +122,13 @@ def make_parser() -> Parser:
         )
     )
     add_evaluate(add(evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"))
+    add_translate(add(translate, "translate lines or documents", "abc-attn translate runs/en-de < news.en > news.de"))
+    mean = add(
+        average, "average the weights of checkpoints", "abc-attn average runs/en-de --last 5 --output en-de-mean"
+    )
+    mean.add_argument("sources", type=Path, nargs="+", metavar="model", help="folder of a model or a checkpoint")
+    mean.add_argument("--last", type=whole_number(1), help="the folders are runs: so many of their checkpoints")
+    mean.add_argument("--output", type=Path, required=True, help="folder to write; it must not exist or be empty")
     add(env, "versions, threads, and which backends can be used", "abc-attn env")
     table = add(controls, "the table of controls", "abc-attn controls --json")
     table.add_argument("--json", action="store_true", help="print JSON for other programs instead of a table")
@@ -226,9 +234,12 @@ def add_generate(parser: Parser) -> None:
 
 
 def add_evaluate(parser: Parser) -> None:
-    parser.add_argument("model", type=Path, help="folder of a causal language model, converted or not")
-    parser.add_argument("--task", choices=("perplexity",), default="perplexity", help="what to measure")
-    parser.add_argument("--file", type=Path, required=True, help="a text file, UTF-8")
+    parser.add_argument("model", type=Path, help="folder of a causal language model or a translator, converted or not")
+    tasks = ("perplexity", TRANSLATION)
+    parser.add_argument("--task", choices=tasks, default=tasks[0], help="what to measure (default: %(default)s)")
+    parser.add_argument("--file", type=Path, help="a text file, UTF-8")
+    parser.add_argument("--source", type=Path, help="a text file to translate, a sentence a line")
+    parser.add_argument("--reference", type=Path, help="its translation, as many lines")
     parser.add_argument(
         "--window",
         type=whole_number(2),
@@ -240,8 +251,30 @@ def add_evaluate(parser: Parser) -> None:
         "--context", dest="window", type=whole_number(2), default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     parser.add_argument("--tokens", type=whole_number(1), help="only the first tokens of the text (default: all)")
+    add_search(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for other programs")
     add_import(parser)
+
+
+def add_translate(parser: Parser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a translator (...ForConditionalGeneration)")
+    add_search(parser)
+    add_import(parser)
+
+
+def add_search(parser: Parser) -> None:
+    """How a translation is searched for."""
+    parser.add_argument("--documents", action="store_true", help="an empty line ends a document")
+    parser.add_argument("--beams", type=whole_number(1), default=5, help="of the beam search (default: %(default)s)")
+    parser.add_argument(
+        "--length-penalty",
+        type=not_negative,
+        default=0.6,
+        help="log p of a translation is divided by its number of tokens to this power (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--longest", type=whole_number(1), help="tokens of a translation (default: those of its source and 50)"
+    )
 
 
 def add_benchmarks(parser: Parser) -> None:

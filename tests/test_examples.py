@@ -20,7 +20,8 @@ def example(name: str):
 
 
 def test_all_are_run_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"classify_roberta", "stream_llama", "train_translator"}
+    known = {"classify_roberta", "stream_llama", "train_translator", "translate_files"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == known
 
 
 def test_classify_roberta():
@@ -37,3 +38,14 @@ def test_train_translator(tmp_path):
     losses = example("train_translator").main(str(tmp_path), steps=8)
     assert losses[-1] < losses[0]
     assert (tmp_path / "README.md").exists()
+
+
+def test_translate_files(tmp_path, capsys):
+    """Two files of one's own, given as such."""
+    module = example("translate_files")
+    for side, name in enumerate(("mine.en", "mine.de")):
+        (tmp_path / name).write_text("".join(f"{pair[side]}\n" for pair in module.toy(100)))
+    loss = module.main(*(str(tmp_path / name) for name in ("mine.en", "mine.de")), str(tmp_path), steps=20)
+    assert loss < 3.5  # log of the 300 tokens is 5.7
+    assert capsys.readouterr().out.count(" -> ") == 3
+    assert (tmp_path / "run" / "model.safetensors").exists()

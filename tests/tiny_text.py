@@ -18,6 +18,7 @@ def fill(folder):
     words, chance = [f"w{i}" for i in range(40)], random.Random(0)
     for split, lines in (("train", 80), ("valid", 10), ("test", 10)):
         text = "\n".join(" ".join(chance.choices(words, range(40, 0, -1), k=9)) for _ in range(lines))
-        (folder / "text" / f"{split}.txt").write_text(text + "\n")
+        for ending in ("txt", "en", "de", "es"):  # for translation: every language is the same
+            (folder / "text" / f"{split}.{ending}").write_text(text + "\n")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     return folder

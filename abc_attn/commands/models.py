@@ -17,6 +17,7 @@ from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
 from abc_attn.commands.user_controls import check_controls, check_saved_controls, import_controls
 from abc_attn.files import whole_folder
+from abc_attn.tasks import TRANSLATION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,8 +111,15 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Measure the perplexity of a text, per token and per word: as one stream in constant memory, or in windows of
-    --window tokens."""
+    """Measure the perplexity of a text (--file), per token and per word: as one stream in constant memory, or in
+    windows of --window tokens. Or BLEU and chrF of a translator (--source, --reference)."""
+    if arguments.task == TRANSLATION:
+        from abc_attn.commands.translation import evaluate_translation
+
+        evaluate_translation(arguments)
+        return
+    if arguments.file is None:
+        raise CommandError("--file is needed: the text to score")
     folder, file = arguments.model, arguments.file
     with explained():
         saved = paths.saved_model(folder)

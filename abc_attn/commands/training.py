@@ -1,4 +1,4 @@
-"""The commands that train by recipe and show what came of it: train, reproduce, recipes, report."""
+"""The commands that train by recipe and show what came of it: train, average, reproduce, recipes, report."""
 
 from __future__ import annotations
 
@@ -28,6 +28,33 @@ def train(arguments: argparse.Namespace) -> None:
         run = prepare(load_recipe(recipe, overrides), resume=arguments.resume)
     with resumable(), explained("train"):
         run()
+
+
+def average(arguments: argparse.Namespace) -> None:
+    """Average the weights of saved models or checkpoints, and save the result as a model. A run stands for its
+    checkpoints (--last of them)."""
+    sources, target = arguments.sources, arguments.output
+    with explained("hf"):
+        paths.new_folder(target)
+        from abc_attn.models.averaging import save_mean
+
+        folders = [part for source in sources for part in _checkpoints(source, arguments.last)]
+        save_mean(folders, target)
+    print(f"{target}: the mean of {', '.join(map(str, folders))}")
+
+
+def _checkpoints(source: Path, last: int | None) -> list[Path]:
+    """The last checkpoints of a run, if `last` says how many; the folder itself otherwise."""
+    if not source.is_dir():
+        raise FileNotFoundError(f"no folder {source}: a saved model, a checkpoint or a run is needed")
+    if last is None:
+        return [source]
+    from abc_attn.training.checkpoints import all_checkpoints
+
+    found = all_checkpoints(source)
+    if len(found) < last:
+        raise ValueError(f"{source} has {len(found)} checkpoints, and --last asks for {last}")
+    return found[-last:]
 
 
 def reproduce(arguments: argparse.Namespace) -> None:

@@ -244,10 +244,13 @@ def make_control(
 
 
 def unknown_controls(control: object) -> list[str]:
-    """The names in "window:32+clock:8", or in a list of such, that are not registered, not even by installed packages.
+    """The names in "window:32+clock:8", or in several of such, that are not registered, not even by installed packages.
 
-    What is neither a string nor a list of them has no names: whoever takes it will say what is wrong with it.
+    Several are a list (by layer) or a dict (by site). Anything else has no names: whoever takes it will say what is
+    wrong with it.
     """
+    if isinstance(control, dict):
+        control = list(control.values())
     controls = control if isinstance(control, list) else [control]
     names = [part.strip().partition(":")[0] for each in controls if isinstance(each, str) for part in each.split("+")]
     if not CONTROLS.keys() >= {*names}:

@@ -57,7 +57,7 @@ def token_nll(
             f"row: give a window of at most {limit}"
         )
     found = torch.empty(len(targets), dtype=torch.float64)
-    with _evaluating(model), tqdm(total=len(targets), unit=" tokens", desc="scoring", **_bar()) as bar:
+    with evaluating(model), tqdm(total=len(targets), unit=" tokens", desc="scoring", **_bar()) as bar:
         cache = None
         if window is None:
             if not has_bounded_state(model):
@@ -82,7 +82,7 @@ def token_nll(
 def answer_accuracy(model: PreTrainedModel, items: Sequences, batch_size: int) -> float:
     """The share of answers in `items` that are the likeliest word after what was read."""
     right = asked = 0
-    with _evaluating(model):
+    with evaluating(model):
         for start in range(0, len(items), batch_size):
             batch = [items[i] for i in range(start, min(len(items), start + batch_size))]
             words, labels = (torch.stack([item[key] for item in batch]) for key in ("input_ids", "shift_labels"))
@@ -129,7 +129,7 @@ def _nll(model: PreTrainedModel, inputs: Tensor, targets: Tensor, cache: Cache |
 
 
 @contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """No gradients, no dropout; the model's mode as it was afterwards."""
     training = model.training
     model.eval()

@@ -13,7 +13,7 @@ from abc_attn.hf.models import BOUNDED, BoundedModel, unsupported
 
 def convert(
     model: PreTrainedModel,
-    control: str = "mlp",
+    control: str | dict[str, str] = "mlp",
     slots: int | dict[str, int] | None = None,
     *,
     layers: Sequence[int] | None = None,
@@ -24,14 +24,14 @@ def convert(
 ) -> BoundedModel:
     """The same model with bounded attention; its weights are kept. `model` is used up: continue with the result.
 
-    control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); slots may be a dict by site.
+    control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); each may be a dict by site.
     layers: which layers become bounded, counted from 0; None means all.
     where: which sites become bounded: "self" (causal self-attention), "cross", "encoder"; None means all that the
     model has. Attention that is not chosen becomes exact ("softmax").
     tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
     positions: for rotary models. "absolute" rotates keys and then writes them; "slot" counts positions inside the
     memory (only for "window" and "global"), so that a text may be longer than the model's positions.
-    Other options go to the control.
+    Other options go to the control; self={"gate": True} (or cross=, encoder=) goes to that of one site alone.
     """
     if isinstance(model, BoundedModel):
         raise ValueError(f"this model is a {type(model).__name__} already; convert the original model")

@@ -23,7 +23,7 @@ from abc_attn.controls import Control, make_control
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
 from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
-from abc_attn.hf.positions import POSITIONS, SlotRotary
+from abc_attn.hf.positions import POSITIONS, DecoderPositions, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
 from abc_attn.memory_limit import check_fits
 
@@ -34,7 +34,7 @@ SITES = ("self", "cross", "encoder")
 class BoundedConfig:
     """The fields of a bounded model's config besides its family's; `convert` explains them."""
 
-    control: str = "mlp"
+    control: str | dict[str, str] = "mlp"
     slots: int | dict[str, int] | None = None
     control_options: dict[str, Any] = field(default_factory=dict)
     tie_control: bool = True
@@ -52,9 +52,16 @@ class BoundedConfig:
                         f"{name}=[] selects nothing, and no attention would be bounded: leave {name} out to select "
                         "all, or use control='softmax' for exact attention"
                     )
-        for site in (*(self.where or ()), *(self.slots if isinstance(self.slots, dict) else ())):
+        by_site = [*(self.where or ())]
+        by_site += [site for given in (self.slots, self.control) if isinstance(given, dict) for site in given]
+        for site in by_site:
             if site not in SITES:
                 raise ValueError(f"unknown site {site!r} of attention; accepted: {', '.join(SITES)}")
+        for site in SITES:
+            if not isinstance(self.control_options.get(site, {}), dict):
+                raise ValueError(
+                    f"control_options of site {site!r} must be a mapping, got {self.control_options[site]!r:.100}"
+                )
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}, got {self.positions!r}")
         super().__post_init__(**given)  # type: ignore[misc]
@@ -97,10 +104,17 @@ class BoundedModel(Stateful):
                     f"where={config.where}: {type(self).__name__} has no {site!r} attention; it has: {has}"
                 )
         chosen = sites if config.where is None else config.where
-        if isinstance(config.slots, dict) and {*config.slots} != {*chosen}:
+        for name, what in (("slots", "a number"), ("control", "a control")):
+            given = getattr(config, name)
+            if isinstance(given, dict) and {*given} != {*chosen}:
+                raise ValueError(
+                    f"{name}={given} must give {what} for each bounded site, and for no other; in this "
+                    f"{type(self).__name__} these are: {', '.join(chosen)}"
+                )
+        if unused := [site for site in SITES if site in config.control_options and site not in chosen]:
             raise ValueError(
-                f"slots={config.slots} must give a number for each bounded site, and for no other; in this "
-                f"{type(self).__name__} these are: {', '.join(chosen)}"
+                f"control_options has options of site {unused[0]!r}, which is not bounded here; bounded: "
+                f"{', '.join(chosen)}"
             )
         depth = max(map(len, places.values()))
         if not {*(config.layers or ())} <= {*range(depth)}:
@@ -129,6 +143,9 @@ class BoundedModel(Stateful):
         if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
             first = self.family.positions_without_token(config)
             self.base_model.register_forward_pre_hook(partial(count_real_tokens, first), with_kwargs=True)
+        for module in self.modules() if config.is_encoder_decoder else ():
+            if self.family.decoder is not None and isinstance(module, self.family.decoder):
+                DecoderPositions(module)
         if config.positions == "slot":
             self._count_positions_in_slots()
 
@@ -139,8 +156,11 @@ class BoundedModel(Stateful):
     def _make_control(self, site: str, sizes: dict[str, Any]) -> Control:
         config: Any = self.config
         slots = config.slots[site] if isinstance(config.slots, dict) else config.slots
+        control = config.control[site] if isinstance(config.control, dict) else config.control
+        common = {name: value for name, value in config.control_options.items() if name not in SITES}
+        options = common | config.control_options.get(site, {})
         with torch.device("cpu"):  # never on the meta device, where random directions cannot be drawn from a seed
-            return make_control(config.control, slots, **sizes, **config.control_options)
+            return make_control(control, slots, **sizes, **options)
 
     def _count_positions_in_slots(self) -> None:
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]

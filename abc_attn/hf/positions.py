@@ -1,4 +1,4 @@
-"""Rotary positions, counted in the text or inside the memory.
+"""Positions: rotary ones, counted in the text or inside the memory; and those of a decoder that is padded on the left.
 
 positions="slot" counts them inside the memory, so that a stream may go on for ever. Query t sees window tokens at their
 distance t - j, and sink i (the i-th of the first g tokens, which a `global` part holds) as if the text had just filled
@@ -82,3 +82,26 @@ class SlotRotary(nn.Module):
         angle = torch.cat([angle, angle], dim=-1)
         scaling = self.rotary.attention_scaling
         return Angles.of((angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype))
+
+
+class DecoderPositions:
+    """Lets a decoder count real tokens where its rows are padded on the left; transformers' own counts columns.
+
+    The decoder has a module `embed_positions` that takes position_ids `b t`.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self.counted: Tensor | None = None  # the positions of the call that is under way, if they are not the columns
+        decoder.register_forward_pre_hook(self._count, with_kwargs=True)
+        decoder.embed_positions.register_forward_pre_hook(self._give, with_kwargs=True)
+
+    def _count(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        mask, tokens = given.get("attention_mask"), given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        self.counted = None
+        if mask is None or mask.dim() != 2 or tokens is None or torch.compiler.is_compiling() or bool(mask.all()):
+            return
+        self.counted = ((mask != 0).cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+
+    def _give(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+        return arguments, given if self.counted is None else given | {"position_ids": self.counted}

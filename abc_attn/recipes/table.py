@@ -26,6 +26,16 @@ class Row(NamedTuple):
     path: Path
     values: dict[str, Any]
 
+    def run(self) -> Path:
+        """table/scale/row of the run that this row shows: another table's, if the recipe extends that and no more."""
+        path = self.path.resolve()
+        said = read_mapping(path)
+        if said.keys() == {"extends"} and not self.values:
+            other = (path.parent / str(said["extends"])).resolve()
+            if other.parent.name in SCALES and (other.parent.parent / TABLE).is_file():
+                return Row(other, {}).run()
+        return Path(path.parent.parent.name, path.parent.name, path.stem)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -39,7 +49,8 @@ class Table:
     columns: dict[str, str]  # heading by score, such as {"test/480": "test, 480"}
     scales: dict[str, str] = field(default_factory=dict)  # what each scale is
     data: dict[str, str] = field(default_factory=dict)  # by scale: what `--set` says of the data, if it must
-    paper: dict[str, list[float]] = field(default_factory=dict)  # by row: the paper's figure for each of `columns`
+    # By row: the paper's figure for each of `columns`; null where it has none.
+    paper: dict[str, list[float | None]] = field(default_factory=dict)
     more: list[ColumnGroup] = field(default_factory=list)
     plot: dict[str, Any] = field(default_factory=dict)  # kind, column, label and what the kind needs: report/plots.py
     grid: dict[str, Any] = field(default_factory=dict)  # recipe: its name; every other key: the values it takes
@@ -122,7 +133,7 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         good = all(isinstance(part, inner[key]) for part in value.values())
         said += " of lists of numbers" if key == "paper" else " of texts"
     if good and key == "paper":
-        good = all(isinstance(figure, (int, float)) for figures in value.values() for figure in figures)
+        good = all(isinstance(figure, (int, float, type(None))) for figures in value.values() for figure in figures)
     if good and key == "grid":
         good = all(isinstance(part, str if name == "recipe" else list) for name, part in value.items())
         said = "`recipe`, a name, and a list of values for each other key"

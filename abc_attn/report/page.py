@@ -62,6 +62,8 @@ def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) ->
         sentences += [sentence.format(value) for value in found]
     if parameters := sorted({run["parameters"] for run in runs if "parameters" in run}):
         sentences.append(f"The models have {' to '.join(f'{n:,}' for n in _ends(parameters))} parameters.")
+    for name, signature in dict.fromkeys(item for run in runs for item in run.get("signatures", {}).items()):
+        sentences.append(f"{name}: `{signature}`.")
     if {run["row"] for run in runs} - table.paper.keys() and table.paper:
         sentences.append("Rows marked (ours) are not in the paper.")
     if any(sum(other["row"] == run["row"] for other in runs) > 1 for run in runs):
@@ -96,7 +98,9 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
     rows = by_row(table, runs)
     found = [_ours(table, ColumnGroup("Figures" if not table.paper else "Measured here", "", table.columns), rows)]
     if table.paper:
-        theirs = [[row, *map(str, table.paper[row])] for row in table.paper]
+        theirs = [
+            [row, *("-" if figure is None else str(figure) for figure in known)] for row, known in table.paper.items()
+        ]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
     return found + [_ours(table, group, rows) for group in table.more]
 
@@ -132,6 +136,8 @@ def _control(values: Mapping[str, Any]) -> str:
     control = values.get("control")
     if control is None:
         return "-"
+    if isinstance(control, Mapping):
+        return ", ".join(f"{site} `{name}`" for site, name in control.items())
     return ", ".join(f"`{name}`" for name in ([control] if isinstance(control, str) else control))
 
 

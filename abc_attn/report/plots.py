@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abc_attn.files import whole_file
+from abc_attn.recipes import SCALES
+from abc_attn.recipes.reading import read_recipe
 from abc_attn.recipes.table import Table
 from abc_attn.report.runs import figures
 
@@ -62,7 +64,7 @@ def bars(table: Table, rows: Rows, figure: Figure) -> None:
         panels[0].plot([min(found[row]), max(found[row])], [place, place], color="black", linewidth=1.5)
     if table.paper:
         number = list(table.columns).index(column)
-        _bar_panel(panels[1], {row: theirs[number] for row, theirs in table.paper.items()}, PAPERS, "the paper")
+        _bar_panel(panels[1], _papers(table, number), PAPERS, "the paper")
     figure.supxlabel(table.plot["label"], fontsize="medium")
 
 
@@ -103,6 +105,52 @@ def curves(table: Table, rows: Rows, figure: Figure) -> None:
         axes.legend()
 
 
+def heatmap(table: Table, rows: Rows, figure: Figure) -> None:
+    """The column over recipe keys `x` and `y`, such as slots.cross; the paper's figures in a panel of their own."""
+    column, x, y = (table.plot[key] for key in ("column", "x", "y"))
+    ours = {}
+    for runs in rows.values():
+        if found := _figures(runs, column):
+            ours[_value(runs[0]["values"], x), _value(runs[0]["values"], y)] = statistics.fmean(found)
+    papers = {}
+    if table.paper and table.folder is not None:
+        full = {row: read_recipe(known.path) | known.values for row, known in table.rows(SCALES[-1]).items()}
+        shown = _papers(table, list(table.columns).index(column))
+        papers = {(_value(full[row], x), _value(full[row], y)): value for row, value in shown.items() if row in full}
+    panels: list[Axes] = list(figure.subplots(1, 2 if papers else 1, squeeze=False)[0])
+    figure.set_size_inches(4.5 * len(panels), 4)
+    for axes, points, title in zip(panels, (ours, papers), ("measured here", "the paper"), strict=False):
+        _heat_panel(axes, points, title if papers else "")
+        axes.set(xlabel=x, ylabel=y)
+    figure.suptitle(table.plot["label"], fontsize="medium")
+
+
+def _heat_panel(axes: Axes, points: Mapping[tuple[float, float], float], title: str) -> None:
+    across, up = (sorted({place[axis] for place in points}) for axis in (0, 1))
+    grid = [[points.get((one, other), math.nan) for one in across] for other in up]
+    if points:
+        axes.imshow(grid, origin="lower", cmap="viridis", aspect="auto")
+    middle = (max(points.values()) + min(points.values())) / 2 if points else 0.0
+    for (one, other), value in points.items():
+        where, color = (across.index(one), up.index(other)), "white" if value < middle else "black"
+        axes.annotate(f"{value:.4g}", where, ha="center", va="center", color=color)
+    axes.set_xticks(range(len(across)), [str(value) for value in across])
+    axes.set_yticks(range(len(up)), [str(value) for value in up])
+    axes.set_title(title)
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _papers(table: Table, number: int) -> dict[str, float]:
+    """The paper's figures for column `number`, where it has one."""
+    found = {row: theirs[number] for row, theirs in table.paper.items()}
+    return {row: figure for row, figure in found.items() if figure is not None}
+
+
 def _figures(runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
     """The figures that can be drawn."""
     return [figure for figure in figures(runs, column) if figure < math.inf]
@@ -112,4 +160,5 @@ def _figures(runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
 KINDS: dict[str, tuple[Callable[[Table, Rows, Figure], None], tuple[str, ...]]] = {
     "bars": (bars, ("column", "label")),
     "curves": (curves, ("column", "label", "x", "lines")),
+    "heatmap": (heatmap, ("column", "label", "x", "y")),
 }

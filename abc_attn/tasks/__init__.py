@@ -11,13 +11,15 @@ from importlib import import_module
 from abc_attn.tasks.base import Settings, Task
 
 DEFAULT = "language-modelling"
+TRANSLATION = "translation"  # `abc-attn evaluate` has a measure of that name
 TASKS = {  # name in a recipe: module and class
     "language-modelling": "abc_attn.tasks.language_modelling:LanguageModelling",
     "recall": "abc_attn.tasks.synthetic:Recall",
     "copy": "abc_attn.tasks.synthetic:Copy",
+    TRANSLATION: "abc_attn.tasks.translation:Translation",
 }
 
-__all__ = ["DEFAULT", "TASKS", "Task", "get_task", "keys_help"]
+__all__ = ["DEFAULT", "TASKS", "TRANSLATION", "Task", "get_task", "keys_help"]
 
 
 def get_task(name: str) -> type[Task]:

@@ -9,6 +9,7 @@ A task's file imports torch and transformers inside its methods only: see tasks/
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -48,6 +49,9 @@ class Settings:
     init_from: str | None = setting(
         None, "a trained model to start from: a folder, or a run beside this one; its control is replaced", place=True
     )
+    average_checkpoints: int = setting(
+        1, "the final model is the mean of the weights of so many checkpoints, the last ones", minimum=1
+    )
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -60,6 +64,9 @@ class Settings:
                 raise ValueError(f"{known.name} must be one of {', '.join(about['choices'])}, got {value!r:.100}")
             elif isinstance(known.default, bool) and not isinstance(value, bool):
                 raise ValueError(f"{known.name} must be true or false, got {value!r:.100}")
+            elif isinstance(known.default, float):
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                    raise ValueError(f"{known.name} must be a number, got {value!r:.100}")
             elif not isinstance(known.default, bool) and not isinstance(value, str):
                 raise ValueError(f"{known.name} must be text, got {value!r:.100}")
 
@@ -101,13 +108,12 @@ class Task(ABC):
     settings_class: ClassVar[type[Settings]] = Settings
     # TrainingArguments that differ from the project's defaults; a recipe may change them.
     defaults: ClassVar[dict[str, Any]] = {}
-    # TrainingArguments that the task decides itself: the value, and why a recipe may not. Translation, for instance:
-    # {"per_device_train_batch_size": (1, "max_tokens says how large a batch is")}
+    # TrainingArguments that the task decides itself: the value, and why a recipe may not.
     decided: ClassVar[dict[str, tuple[Any, str]]] = {}
     # What exp(training loss) is called in progress lines and metrics.jsonl; None where it means nothing.
     perplexity: ClassVar[str | None] = None
     # Recipe keys of a run that takes a second, for the tests: sizes of the model, and data. They run where there is a
-    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words.
+    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words, and the same as .en, .de and .es.
     tiny: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: Any, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -162,6 +168,10 @@ class Task(ABC):
     def training_set(self, total: int, seed: int) -> TrainingSet:
         """`total` items to train on."""
 
+    def loss_function(self) -> Callable[..., Any] | None:
+        """The loss from (model's outputs, labels, num_items_in_batch); None: the model's own."""
+        return None
+
     @abstractmethod
     def quick_score(self, model: PreTrainedModel, batch_size: int) -> dict[str, float]:
         """What is reported of held-out data during and after training."""
@@ -169,3 +179,7 @@ class Task(ABC):
     @abstractmethod
     def scores(self, model: PreTrainedModel, names: Sequence[str]) -> Figures:
         """The figures of a finished model for a table's columns."""
+
+    def signatures(self) -> dict[str, str]:
+        """How figures were computed, by the name of the measure, where a library says it in a line."""
+        return {}

@@ -24,15 +24,19 @@ def publish(partial: Path, final: Path) -> None:
     partial.rename(final)
 
 
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the first one first."""
+    numbered = {path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"): path for path in folder.iterdir() if path.is_dir()}
+    return [numbered[step] for step in sorted(filter(str.isdecimal, numbered), key=int)]
+
+
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The last checkpoint of a run that is whole, and what is wrong with those after it; None if there is none.
 
     ValueError if there are checkpoints and none of them is whole.
     """
-    numbered = {path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"): path for path in folder.iterdir() if path.is_dir()}
-    found = [numbered[step] for step in sorted(filter(str.isdecimal, numbered), key=int, reverse=True)]
     damaged = []
-    for checkpoint in found:
+    for checkpoint in reversed(all_checkpoints(folder)):
         try:
             check_checkpoint(checkpoint)
         except (ValueError, OSError) as error:

@@ -81,6 +81,14 @@ class Recipe:
         sizes = ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
         if math.prod(training.get(name, 8) for name in sizes) >= 2**62:
             raise ValueError(f"{', '.join(sizes)}: their product is the number of sequences, and must be below 2**62")
+        averaged, kept = self.settings.average_checkpoints, training["save_total_limit"]
+        if kept is not None and kept < averaged:
+            raise ValueError(f"average_checkpoints={averaged} needs a save_total_limit of as many, got {kept}")
+        if training["max_steps"] <= training["save_steps"] * (averaged - 1):
+            raise ValueError(
+                f"average_checkpoints={averaged}: there are fewer in max_steps={training['max_steps']} with save_steps="
+                f"{training['save_steps']}"
+            )
         if training["save_steps"] % training["logging_steps"]:
             raise ValueError(
                 f"save_steps={training['save_steps']} must be a multiple of logging_steps={training['logging_steps']}: "
@@ -94,9 +102,9 @@ class Recipe:
     def training(self) -> dict[str, Any]:
         """The arguments for TrainingArguments that the recipe, its task or our defaults give."""
         given = {name: value for name, value in self.values.items() if name in OF_TRAINING}
-        return (
-            self.defaults | self.task.defaults | given | {key: value for key, (value, _) in self.task.decided.items()}
-        )
+        kept = {"save_total_limit": max(self.defaults["save_total_limit"], self.settings.average_checkpoints)}
+        decided = {key: value for key, (value, _) in self.task.decided.items()}
+        return self.defaults | kept | self.task.defaults | given | decided
 
     def model(self) -> dict[str, Any]:
         """The arguments for the model's config."""

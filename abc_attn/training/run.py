@@ -18,10 +18,11 @@ from transformers import TrainingArguments, set_seed
 from transformers.utils import logging as hf_logging
 
 from abc_attn.files import FolderLock, write_whole
+from abc_attn.models.averaging import mean_weights
 from abc_attn.paths import json_object
 from abc_attn.provenance import commit, cpu
 from abc_attn.tasks import Task
-from abc_attn.training.checkpoints import last_whole_checkpoint
+from abc_attn.training.checkpoints import all_checkpoints, last_whole_checkpoint
 from abc_attn.training.recipe import Recipe
 from abc_attn.training.trainer import METRICS, PARTIAL, Report, RunTrainer, read_metrics
 
@@ -109,6 +110,7 @@ class _Run:
             processing_class=self.task.tokenizer,
             callbacks=[Report(folder, per_step, steps_per_pass, self.task.perplexity)],
             score=self.score,
+            compute_loss_func=self.task.loss_function(),
         )
         main = trainer.is_world_process_zero()
         if main:
@@ -120,6 +122,7 @@ class _Run:
                 }
                 write_whole(folder / STARTED, json.dumps(about, indent=2) + "\n")
         trainer.train(resume_from_checkpoint=checkpoint)
+        self._average()
         scores = self.score()
         done: dict[str, Any] = {}
         trainer.save_model(str(folder / PARTIAL / "model"))
@@ -138,6 +141,13 @@ class _Run:
             write_whole(folder / FINISHED, json.dumps(done, indent=2) + "\n")
         trainer.accelerator.wait_for_everyone()
         return done or json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+
+    def _average(self) -> None:
+        """Give the model the mean of the weights of its last checkpoints, if the recipe says so."""
+        count = self.recipe.settings.average_checkpoints
+        if count > 1:
+            missing = self.model.load_state_dict(mean_weights(all_checkpoints(self.folder)[-count:]), strict=False)
+            assert not missing.unexpected_keys
 
 
 def provenance(recipe: Recipe) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def plan(
     def add(row: str, seed: int) -> None:
         if (row, seed) in plans:
             return
-        folder = Path("runs", table, scale, f"{row}-seed{seed}")
+        run = known[row].run() if not known[row].values else Path(table, scale, row)
+        folder = Path("runs", run.parent, f"{run.name}-seed{seed}")
         values = known[row].values | {"seed": seed, "output_dir": str(folder)} | dict(overrides or {})
         recipe = load_recipe(known[row].path, values)
         source = recipe.settings.init_from
@@ -129,4 +130,6 @@ def _run(planned: Plan) -> dict[str, Any]:
     scores = task.scores(task.load_model(folder), planned.table.scores())
     about = json.loads((folder / STARTED).read_text(encoding="utf-8"))
     about["values"] = recipe.without_places()
+    if signatures := task.signatures():
+        about["signatures"] = signatures
     return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores}

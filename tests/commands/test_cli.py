@@ -23,8 +23,10 @@ from abc_attn.demo import SPECS, LanguageModel, Settings, run_demo
 from abc_attn.provenance import backends
 
 COMMAND = [sys.executable, "-m", "abc_attn.cli"]
-COMMANDS = ["demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "evaluate", "env",
-            "controls", *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate"))]  # fmt: skip
+COMMANDS = [
+    "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "evaluate", "translate",
+    "average", "env", "controls", *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
+]  # fmt: skip
 
 # What is wrong with a command, and what is said about it. {} is a folder with model/, a folder that looks like a saved
 # model, broken/, one whose config.json is not JSON, and text.txt.
@@ -75,6 +77,15 @@ MISTAKES = [
     ("evaluate {}/model --file {}/nowhere.txt", "no text file at"),
     ("evaluate {}/model --file {}/empty.txt", "has no text"),
     ("evaluate {}/model --file {}/latin.txt", "is not UTF-8"),
+    ("evaluate {}/model", "--file is needed"),
+    ("evaluate {}/model --task sing", "'sing'"),
+    ("evaluate {}/model --task translation --source {}/text.txt", "--reference is needed"),
+    ("evaluate {}/model --task translation --source {}/text.txt --reference {}/nowhere.txt", "no text file at"),
+    ("translate {}/nowhere", "no saved model at"),
+    ("translate {}/model --beams 0", "a whole number from 1 is needed, got '0'"),
+    ("average {}/model", "--output"),
+    ("average {}/model --output {}/model", "exists and is not empty"),
+    ("average {}/model --output {}/text.txt", "text.txt is a file"),
 ]
 
 SESSION = """

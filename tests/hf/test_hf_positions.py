@@ -1,6 +1,12 @@
-"""positions="slot" against its definition: every query on its own, with keys at the positions it sees them at."""
+"""positions="slot" against its definition: every query on its own, with keys at the positions it sees them at.
+
+And the positions of a decoder that is forced through a padded prefix.
+"""
 
 from __future__ import annotations
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -136,3 +142,25 @@ def test_padding_on_the_left_moves_no_position(family, control):
         for row, (ids, mask) in enumerate(zip(given["input_ids"], given["attention_mask"].bool(), strict=True)):
             alone = model(ids[mask][None]).logits[0]
             torch.testing.assert_close(found[row, mask], alone, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("control", ["softmax", "window:3+mlp:4"])
+def test_a_forced_prefix_that_is_padded_counts_its_tokens(control):
+    """In the decoder of a Marian with an encoder: at once, and with a cache."""
+    model = convert(source(transformers.MarianMTModel), control)
+    read = torch.randint(3, 60, (1, 6))
+    prefix = torch.randint(3, 60, (1, 5))
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prefix], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 5])
+    with torch.no_grad():
+        alone = model(input_ids=read, decoder_input_ids=prefix).logits
+        given = {"input_ids": read, "decoder_attention_mask": mask}
+        assert (model(**given, decoder_input_ids=padded).logits[:, 3:] - alone).abs().max() < 1e-5
+        earlier = {"decoder_attention_mask": mask[:, :-1], "decoder_input_ids": padded[:, :-1]}
+        first = model(input_ids=read, **earlier, use_cache=True)
+        last = model(**given, decoder_input_ids=padded[:, -1:], past_key_values=first.past_key_values)
+        assert (last.logits - alone[:, -1:]).abs().max() < 1e-5
+        columns = model(input_ids=read, decoder_input_ids=padded).logits[:, 3:]
+    assert (columns - alone).abs().max() > 1e-3  # without a mask there is no padding
+    copy.deepcopy(model)
+    pickle.dumps(model)

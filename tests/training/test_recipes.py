@@ -12,6 +12,7 @@ from abc_attn import recipes
 from abc_attn.recipes.table import Table
 from abc_attn.report.page import markdown
 from abc_attn.report.runs import read_runs
+from abc_attn.tasks import TRANSLATION
 from abc_attn.training import load_recipe
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -39,9 +40,16 @@ def test_every_row_of_the_paper_has_a_recipe_and_a_small_twin(table):
     shown = Table.open(table)
     assert load_recipe(next(iter(shown.rows("small").values())).path).make_task().check_scores(shown.scores()) is None
     for row in shown.paper:
-        small, full = (load_recipe(f"{table}/{scale}/{row}") for scale in ("small", "full"))
-        for key in ("control", "slots", "control_options", "layerdrop", "block_size"):
-            assert small.values.get(key) == full.values.get(key), key
+        small, full = (dict(load_recipe(f"{table}/{scale}/{row}").values) for scale in ("small", "full"))
+        if shown.task == TRANSLATION:  # half as many slots for sentences of half the length
+            options = [values.get("control_options", {}) for values in (small, full)]
+            assert [one.pop("max_length", None) for one in options] == [
+                values["max_length"] if values["control"] == "linformer" else None for values in (small, full)
+            ]
+            if "slots" in full:
+                full["slots"] = {site: count // 2 for site, count in full["slots"].items()}
+        for key in ("control", "slots", "where", "control_options", "layerdrop", "block_size", "context_sentences"):
+            assert small.get(key) == full.get(key), key
     if shown.paper:
         assert set(shown.rows("full")) == set(shown.paper)  # rows of our own are small only
 

@@ -20,6 +20,8 @@ class Family:
     attention: transformers' attention classes, and which of ours takes the place of each.
     tiny: the sizes of a config for tests: two layers, width 32, four heads, 128 positions, without a vocabulary.
     class_names: classes that transformers names otherwise than name + "Config", "Model", "ForCausalLM", ...
+    decoder: the class of the decoder beside an encoder, if its positions can be given: ours counts real tokens where a
+    forced prefix is padded on the left.
     positions_without_token: how many rows at the start of a table of positions no token ever has, from the config.
     """
 
@@ -28,6 +30,7 @@ class Family:
     attention: Mapping[type[nn.Module], type[ConvertedAttention]]
     tiny: Mapping[str, Any]
     class_names: Mapping[str, str] = field(default_factory=dict)
+    decoder: type[nn.Module] | None = None
     positions_without_token: Callable[[Any], int] = lambda config: 0
 
     def class_name(self, kind: str) -> str:

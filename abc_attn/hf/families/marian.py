@@ -1,6 +1,6 @@
 """Marian: BART's attention."""
 
-from transformers.models.marian.modeling_marian import MarianAttention
+from transformers.models.marian.modeling_marian import MarianAttention, MarianDecoder
 
 from abc_attn.hf.families import bart
 from abc_attn.hf.families.base import Family
@@ -11,4 +11,5 @@ FAMILY = Family(
     attention={MarianAttention: bart.BoundedBartAttention},
     class_names={"ForConditionalGeneration": "MarianMTModel"},
     tiny=bart.FAMILY.tiny,
+    decoder=MarianDecoder,
 )
