@@ -93,7 +93,7 @@ FUZZ_SECONDS := 60
 FUZZ_SEED := 0
 FUZZ_OPTIONS = $(FUZZ) --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 fuzz: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
 
 fuzz-sanitize: sanitized
 	@cp -r fuzz $(SANITIZED)
