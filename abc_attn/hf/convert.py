@@ -16,8 +16,8 @@ def convert(
     control: str = "mlp",
     slots: int | dict[str, int] | None = None,
     *,
-    layers: Sequence[int] | None = None,
-    where: Sequence[str] | None = None,
+    layers: Sequence[int] | str | None = None,
+    where: Sequence[str] | str | None = None,
     tie_control: bool = True,
     positions: str | Sequence[int] = "absolute",
     **control_options: Any,
@@ -25,9 +25,10 @@ def convert(
     """The same model with bounded attention; its weights are kept. `model` is used up: continue with the result.
 
     control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); slots may be a dict by site.
-    layers: which layers become bounded, counted from 0; None means all.
+    layers: which layers become bounded, counted from 0. None means all, except those that are sliding windows in the
+    source: they keep their window, which is a bounded memory already. "all" replaces those windows too.
     where: which sites become bounded: "self" (causal self-attention), "cross", "encoder"; None means all that the
-    model has. Attention that is not chosen becomes exact ("softmax").
+    model has. Attention that is not chosen stays exact: "softmax", or the source's sliding window.
     tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
     positions: for rotary models. "absolute" rotates keys and then writes them; "slot" counts positions inside the
     memory (only for "window" and "global"), so that a text may be longer than the model's positions.
@@ -54,8 +55,8 @@ def convert(
         slots=slots,
         control_options=control_options,
         tie_control=tie_control,
-        layers=None if layers is None else list(layers),
-        where=None if where is None else list(where),
+        layers=layers,
+        where=where,
         positions=positions,
         source_model=model.name_or_path or None,
     )

@@ -150,7 +150,7 @@ def test_controls_that_need_the_whole_sequence_serve_encoders():
         (lambda: hf.convert(hf.convert(source(LLAMA), "mlp")), "already"),
         (
             lambda: hf.convert(torch.nn.Linear(2, 2)),
-            "Linear is not supported; the supported families are Llama, GPT-2",
+            "Linear is not supported; the supported families are Llama, Mistral",
         ),
         (lambda: hf.convert(transformers.T5Model(T5)), "T5Model is not supported.*How to add one: docs/huggingface.md"),
         (
