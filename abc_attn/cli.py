@@ -60,6 +60,11 @@ def not_negative(text: str) -> float:
     return number
 
 
+def layer(text: str) -> int | str:
+    """An argparse type: the number of a layer, or "all"."""
+    return text if text == "all" else whole_number(0)(text)
+
+
 def key_value(text: str) -> tuple[str, str]:
     """An argparse type: key=value."""
     key, equals, value = text.partition("=")
@@ -109,7 +114,7 @@ def make_parser() -> Parser:
     add_convert(
         add(
             convert,
-            "put bounded attention into a saved model",
+            "put bounded attention into a model: a folder, a GGUF file, a name on the hub",
             "abc-attn convert smollm2 smollm2-bounded --control global:4+window:508 --positions slot",
         )
     )
@@ -187,7 +192,10 @@ def add_reproduce(parser: Parser) -> None:
 
 
 def add_convert(parser: Parser) -> None:
-    parser.add_argument("source", type=Path, help="folder of a Hugging Face model (save_pretrained)")
+    parser.add_argument(
+        "source",
+        help="folder of a Hugging Face model (save_pretrained), a .gguf file, or a name on the hub (owner/name)",
+    )
     parser.add_argument("target", type=Path, help="folder to write; it must not exist or be empty")
     parser.add_argument(
         "--control",
@@ -196,13 +204,21 @@ def add_convert(parser: Parser) -> None:
     )
     parser.add_argument("--slots", type=whole_number(1), help="slots of the memory (default: 64)")
     parser.add_argument(
-        "--layers", type=whole_number(0), nargs="+", metavar="LAYER", help="only these, counted from 0 (default: all)"
+        "--layers",
+        type=layer,
+        nargs="+",
+        metavar="LAYER",
+        help="only these, counted from 0; or `all` (default: all except sliding windows of the source)",
     )
     parser.add_argument(
         "--where",
         nargs="+",
         choices=("self", "cross", "encoder"),
         help="only these kinds of attention (default: all)",
+    )
+    parser.add_argument("--gguf-file", metavar="FILE", help="the GGUF file to read, in the folder or hub name SOURCE")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as in SOURCE; float32 from GGUF)"
     )
     parser.add_argument("--untied", action="store_true", help="a control for each layer instead of one for all")
     parser.add_argument(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +30,10 @@ LABELS = {"perplexity": "perplexity per token", "word perplexity": "perplexity p
 
 
 @contextmanager
-def hugging_face() -> Iterator[None]:
-    """For commands that run transformers: models are folders, nothing is fetched, and transformers logs errors only."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def hugging_face(*, fetch: bool = False) -> Iterator[None]:
+    """For commands that run transformers: nothing is fetched, unless `fetch`, and transformers logs errors only."""
+    if not fetch:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with explained("hf"):
         from transformers.utils import logging
 
@@ -40,31 +43,56 @@ def hugging_face() -> Iterator[None]:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Put bounded attention into a saved Hugging Face model (Llama, GPT-2, BERT and others: docs/huggingface.md), keep
-    its weights, and save the result, which loads with the Auto classes after `import abc_attn.hf`."""
-    source, target = arguments.source, arguments.target
+    """Put bounded attention into a Hugging Face model (Llama, Qwen3, Gemma 3, BERT and others: docs/huggingface.md),
+    keep its weights, and save the result. The model is a folder, a .gguf file, or a name on the hub, which is fetched
+    if it is not on this machine."""
+    target = arguments.target
     with explained():
-        saved = paths.saved_model(source)
+        source = paths.model_source(arguments.source, arguments.gguf_file)
         paths.new_folder(target)
+        if source.gguf_file is not None and importlib.util.find_spec("gguf") is None:
+            raise CommandError(f"{source} is read by the package gguf: pip install 'abc-attn[gguf]'")
+    folder = Path(source.place) if source.local and source.gguf_file is None else None
+    saved = {} if folder is None else paths.saved_model(folder)
     if "control" in saved:
         raise CommandError(f"{source} is a bounded model already (control {saved['control']!r}): convert the original")
     import_controls(arguments)
     check_controls(arguments.control)
-    with hugging_face():
+    with hugging_face(fetch=not source.local), _shown_warnings():
         from abc_attn.hf import convert
+        from abc_attn.hf.sources import load_source, load_source_tokenizer
         from abc_attn.models.saved import load_model, load_tokenizer
 
-        given = {name: getattr(arguments, name) for name in ("control", "slots", "layers", "where", "positions")}
-        model = convert(load_model(source), **given, tie_control=not arguments.untied)
-        model.config.source_model = os.fsencode(source.resolve().name).decode("utf-8", "replace")
+        given = {name: getattr(arguments, name) for name in ("control", "slots", "where", "positions", "dtype")}
+        given |= {"layers": "all" if "all" in (arguments.layers or ()) else arguments.layers}
+        given |= {"tie_control": not arguments.untied}
+        original = load_source(source, dtype=arguments.dtype) if folder is None else load_model(folder)
+        model, tokenizer = convert(original, **given), None
+        model.config.source_model = source.name
+        if folder is None:
+            tokenizer = load_source_tokenizer(source)
+        elif any((folder / name).exists() for name in TOKENIZER_FILES):
+            tokenizer = load_tokenizer(folder)
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
-            if any((source / name).exists() for name in TOKENIZER_FILES):
-                load_tokenizer(source).save_pretrained(partial)
-    controls: Any = model.controls
-    new = sum(parameter.numel() for parameter in controls.parameters())
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+    new = sum(control.numel() for name, control in model.named_parameters() if "controls" in name.split("."))
     total = sum(parameter.numel() for parameter in model.parameters())
     print(f"{target}: {type(model).__name__}, {total:,} parameters, {new:,} of them new")
+    if windows := model.own_windows():
+        print(
+            f"{len(windows)} layers are sliding windows in the source and keep their window (--layers all replaces it)"
+        )
+
+
+@contextmanager
+def _shown_warnings() -> Iterator[None]:
+    """Warnings of the library as lines of ours, without the place in the code that they come from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"abc-attn: warning: {message}", file=sys.stderr)
+        yield
 
 
 def generate(arguments: argparse.Namespace) -> None:
