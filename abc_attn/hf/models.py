@@ -65,6 +65,10 @@ class BoundedConfig:
             raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}, got {self.positions!r}")
         super().__post_init__(**given)  # type: ignore[misc]
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing, as for the models: see Stateful."""
+
 
 class BoundedModel(Stateful):
     """Mixed into a model class of transformers: builds it, then puts bounded attention in place of its own."""
@@ -204,6 +208,12 @@ class BoundedModel(Stateful):
                 "attention only; leave attn_implementation out"
             )
         return IMPLEMENTATION
+
+    @classmethod
+    def auto_classes(cls) -> dict[str, type]:
+        names = {"AutoConfig": "Config"} | {auto.__name__: kind for kind, auto in AUTO.items()}
+        found = {auto: CLASSES.get(f"Bounded{cls.family.name}{kind}") for auto, kind in names.items()}
+        return {auto: own for auto, own in found.items() if own is not None}
 
     def card(self) -> str:
         config: Any = self.config
