@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from abc_attn import recipes
 from abc_attn.commands.about import controls, env
 from abc_attn.commands.bench import bench
+from abc_attn.commands.chat import chat
 from abc_attn.commands.demo import demo
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
@@ -125,6 +126,7 @@ def make_parser() -> Parser:
             "abc-attn generate smollm2-bounded --prompt 'Once upon a time'",
         )
     )
+    add_chat(add(chat, "talk with a model, in constant memory", "abc-attn chat smollm2-bounded"))
     add_evaluate(add(evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"))
     add(env, "versions, threads, and which backends can be used", "abc-attn env")
     table = add(controls, "the table of controls", "abc-attn controls --json")
@@ -234,6 +236,24 @@ def add_generate(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="folder of a causal language model, converted or not")
     parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
     parser.add_argument("--tokens", type=whole_number(1), default=100, help="to write, at most (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a question: put it in the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told before the question")
+    parser.add_argument("--save-state", type=Path, metavar="FILE", help="write the state after the last token")
+    parser.add_argument("--load-state", type=Path, metavar="FILE", help="continue from a state that was saved")
+    add_sampling(parser)
+
+
+def add_chat(parser: Parser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a causal language model with a chat template")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--load-state", type=Path, metavar="FILE", help="continue a conversation (/save wrote it)")
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=512, help="of an answer, at most (default: %(default)s)"
+    )
+    add_sampling(parser)
+
+
+def add_sampling(parser: Parser) -> None:
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, help="of sampling; 0 takes the likeliest (default: 0)"
     )

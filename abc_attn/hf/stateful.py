@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -88,6 +88,44 @@ class Stateful(PreTrainedModel):
             model_kwargs["past_key_values"] = self.new_cache()
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
+
+    def _prepare_model_inputs(self, *arguments: Any, **options: Any) -> tuple[Tensor, str, dict[str, Any]]:
+        """As in transformers. A cache that is continued by new tokens gets the mask of what it has read in front."""
+        prepared: Any = super()._prepare_model_inputs(*arguments, **options)  # type: ignore[misc]
+        ids, name, given = prepared
+        mask = given.get("attention_mask")
+        if name == "input_ids" and not ids.shape[1] and isinstance(given.get("past_key_values"), BoundedCache):
+            raise ValueError("no token is given: a state holds no outputs, so generate() needs a token to read first")
+        if name == "input_ids" and mask is not None and mask.shape == ids.shape:  # a tokenizer's
+            given["attention_mask"] = self._mask_with_past(ids, given, mask)
+        return ids, name, given
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)  # type: ignore[misc]
+        return self._mask_with_past(inputs_tensor, model_kwargs, mask) if inputs_tensor.dim() == 2 else mask
+
+    def _mask_with_past(self, ids: Tensor, given: dict[str, Any], mask: Tensor) -> Tensor:
+        """The mask of all that a cache has read, and of ids `b t`.
+
+        transformers takes ids that are longer than the cache for the whole text, and cuts off what was read.
+        """
+        cache = given.get("past_key_values")
+        layer: Any = cache.layers[0] if isinstance(cache, BoundedCache) and cache.layers else None
+        if self.config.is_encoder_decoder or layer is None or layer.state is None:
+            return mask
+        if ids.shape[1] > layer.columns and not layer.state.loaded:
+            return mask
+        if ids.shape[1] > layer.columns:
+            raise ValueError(
+                f"the loaded state has read {layer.columns} tokens and {ids.shape[1]} are given: if all of these are "
+                f"new, say so by attention_mask of {layer.columns + ids.shape[1]} columns; if they begin with what was "
+                "read, leave that out"
+            )
+        real = layer.state.length.to(ids.device)[:, None]
+        read = torch.arange(layer.columns, device=ids.device) >= layer.columns - real  # padding stood on the left
+        return torch.cat([read.expand(len(ids), -1).to(mask.dtype), mask], dim=1)
 
     @classmethod
     def from_pretrained(
