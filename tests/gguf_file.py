@@ -38,6 +38,7 @@ def write_gguf(model: Any, file: Path, architecture: str = "llama") -> None:
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3))
     writer.add_token_merges(["Ġ w"])
     writer.add_bos_token_id(0)
+    writer.add_add_bos_token(True)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(1)
     writer.add_chat_template(TEMPLATE)

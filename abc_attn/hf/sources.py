@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from abc_attn.hf.loading import check_loaded, check_sizes, check_weights, some
 from abc_attn.hf.models import BOUNDED, BoundedConfig, unsupported
@@ -61,11 +62,23 @@ def load_source_tokenizer(source: Source) -> Any | None:
     """The tokenizer of a name on the hub, or of a GGUF file; None, with a warning, if it has none that can be read."""
     options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     try:
-        return transformers.AutoTokenizer.from_pretrained(source.place, **options, trust_remote_code=False)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source.place, **options, trust_remote_code=False)
+        if source.gguf_file is not None and _begins_texts(source):  # transformers does not read this
+            tokenizer.add_bos_token = True
+        return tokenizer
     except Exception as error:  # of whatever kind: the model is converted all the same
         said = " ".join(str(error).split())
         warnings.warn(f"{source} has no tokenizer that can be read: {type(error).__name__}: {said}", stacklevel=2)
         return None
+
+
+def _begins_texts(source: Source) -> bool:
+    """Whether a GGUF file says that every text begins with a token of its own."""
+    import gguf
+
+    file = str(cached_file(source.place, str(source.gguf_file)))
+    field = gguf.GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
