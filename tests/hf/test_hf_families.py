@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import BODIES, SPECS, batch, body, inputs, outputs, rows, source  # noqa: E402
+from hf_sources import ALIKE, BODIES, SPECS, batch, body, inputs, outputs, rows, source  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention  # noqa: E402
 
@@ -169,8 +169,11 @@ def test_a_control_that_no_layer_uses_is_a_warning():
         model(torch.ones(1, 4, dtype=torch.int64), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
 
 
-@pytest.mark.parametrize("cls", BODIES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [body(family) for family in FAMILIES if family.name in ALIKE], ids=lambda cls: cls.__name__
+)
 def test_a_step_of_the_trainer(cls, tmp_path):
+    """The long form, of every family and control, is in test_hf_models.py."""
     model = hf.convert(source(cls), *SPECS[-3][:2], **SPECS[-3][2])
     before = [parameter.clone() for parameter in model.controls.parameters()]
     arguments = transformers.TrainingArguments(
