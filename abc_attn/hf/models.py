@@ -126,6 +126,8 @@ class BoundedModel(Stateful):
                 sizes |= {"head_dim": own["head_dim"], "causal": site == "self"}
                 key = site if config.tie_control else f"{site}_{index}"
                 window = adapter.window(original)
+                if window is not None and window >= config.max_position_embeddings:  # Phi-3.5: it never hides anything
+                    window = None
                 keeps = site not in chosen or (named is not None and index not in named)
                 keeps = keeps or (window is not None and (named is None or config.control == "softmax"))
                 if keeps:

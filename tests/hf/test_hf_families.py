@@ -160,6 +160,9 @@ def test_sliding_windows_of_the_source_are_kept(cls, changed, windows, tmp_path)
 def test_a_control_that_no_layer_uses_is_a_warning():
     with pytest.warns(UserWarning, match="control 'mlp:4' is used nowhere. layers='all' replaces the windows"):
         hf.convert(source(MISTRAL, sliding_window=3), "mlp:4")
+    endless = hf.convert(source(MISTRAL, sliding_window=128), "mlp:4")  # as long as the model has positions
+    assert endless.own_windows() == {}
+    assert set(endless.controls) == {"self"}
     with pytest.raises(ValueError, match="layers must be numbers of layers, or 'all', got 'every'"):
         hf.convert(source(MISTRAL), "mlp:4", layers="every")
     with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
