@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from abc_attn import recipes
 from abc_attn.commands.about import controls, env
 from abc_attn.commands.bench import bench
+from abc_attn.commands.chat import chat
 from abc_attn.commands.demo import demo
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
@@ -59,6 +60,11 @@ def not_negative(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"a number from 0 is needed, got {text!r}")
     return number
+
+
+def layer(text: str) -> int | str:
+    """An argparse type: the number of a layer, or "all"."""
+    return text if text == "all" else whole_number(0)(text)
 
 
 def key_value(text: str) -> tuple[str, str]:
@@ -110,7 +116,7 @@ def make_parser() -> Parser:
     add_convert(
         add(
             convert,
-            "put bounded attention into a saved model",
+            "put bounded attention into a model: a folder, a GGUF file, a name on the hub",
             "abc-attn convert smollm2 smollm2-bounded --control global:4+window:508 --positions slot",
         )
     )
@@ -121,6 +127,7 @@ def make_parser() -> Parser:
             "abc-attn generate smollm2-bounded --prompt 'Once upon a time'",
         )
     )
+    add_chat(add(chat, "talk with a model, in constant memory", "abc-attn chat smollm2-bounded"))
     add_evaluate(add(evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"))
     add_translate(add(translate, "translate lines or documents", "abc-attn translate runs/en-de < news.en > news.de"))
     mean = add(
@@ -195,7 +202,10 @@ def add_reproduce(parser: Parser) -> None:
 
 
 def add_convert(parser: Parser) -> None:
-    parser.add_argument("source", type=Path, help="folder of a Hugging Face model (save_pretrained)")
+    parser.add_argument(
+        "source",
+        help="folder of a Hugging Face model (save_pretrained), a .gguf file, or a name on the hub (owner/name)",
+    )
     parser.add_argument("target", type=Path, help="folder to write; it must not exist or be empty")
     parser.add_argument(
         "--control",
@@ -204,13 +214,21 @@ def add_convert(parser: Parser) -> None:
     )
     parser.add_argument("--slots", type=whole_number(1), help="slots of the memory (default: 64)")
     parser.add_argument(
-        "--layers", type=whole_number(0), nargs="+", metavar="LAYER", help="only these, counted from 0 (default: all)"
+        "--layers",
+        type=layer,
+        nargs="+",
+        metavar="LAYER",
+        help="only these, counted from 0; or `all` (default: all except sliding windows of the source)",
     )
     parser.add_argument(
         "--where",
         nargs="+",
         choices=("self", "cross", "encoder"),
         help="only these kinds of attention (default: all)",
+    )
+    parser.add_argument("--gguf-file", metavar="FILE", help="the GGUF file to read, in the folder or hub name SOURCE")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as in SOURCE; float32 from GGUF)"
     )
     parser.add_argument("--untied", action="store_true", help="a control for each layer instead of one for all")
     parser.add_argument(
@@ -226,6 +244,24 @@ def add_generate(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="folder of a causal language model, converted or not")
     parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
     parser.add_argument("--tokens", type=whole_number(1), default=100, help="to write, at most (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a question: put it in the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the model is told before the question")
+    parser.add_argument("--save-state", type=Path, metavar="FILE", help="write the state after the last token")
+    parser.add_argument("--load-state", type=Path, metavar="FILE", help="continue from a state that was saved")
+    add_sampling(parser)
+
+
+def add_chat(parser: Parser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a causal language model with a chat template")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--load-state", type=Path, metavar="FILE", help="continue a conversation (/save wrote it)")
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=512, help="of an answer, at most (default: %(default)s)"
+    )
+    add_sampling(parser)
+
+
+def add_sampling(parser: Parser) -> None:
     parser.add_argument(
         "--temperature", type=not_negative, default=0.0, help="of sampling; 0 takes the likeliest (default: 0)"
     )

@@ -9,11 +9,12 @@ import gzip
 import json
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from abc_attn.files import PARTIAL, may_write
 
@@ -30,6 +31,8 @@ JSON_FILES = (
     "pytorch_model.bin.index.json",
 )
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
 
 def saved_model(folder: Path) -> dict[str, Any]:
     """The config.json of a model that `save_pretrained` wrote into `folder`, whose other JSON files can be read too."""
@@ -40,6 +43,62 @@ def saved_model(folder: Path) -> dict[str, Any]:
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json but no weights (*.safetensors)")
     return found["config.json"]
+
+
+class Source(NamedTuple):
+    """Where a model to convert is."""
+
+    place: str  # a folder, or a name on the hub
+    gguf_file: str | None  # the file of weights in it; None: those that save_pretrained wrote
+    local: bool
+
+    def __str__(self) -> str:
+        return self.place if self.gguf_file is None else os.path.join(self.place, self.gguf_file)
+
+    @property
+    def name(self) -> str:
+        """What a model card calls it: without the folders that it lies in."""
+        if not self.local:
+            return str(self)
+        last = self.gguf_file or Path(self.place).resolve().name
+        return os.fsencode(last).decode("utf-8", "replace")
+
+
+def model_source(where: str | os.PathLike[str], gguf_file: str | None = None) -> Source:
+    """Where the model is that a user names: a folder, a .gguf file, or owner/name on the hub.
+
+    What is on this machine is checked; a hub is not asked.
+    """
+    path = Path(where)
+    if path.is_file() and path.suffix == ".gguf":
+        if gguf_file is not None:
+            raise ValueError(f"{path} is a file already: leave out the second, {gguf_file}")
+        path, gguf_file = path.parent, path.name
+    if path.is_dir():
+        check_utf8(path)
+        if gguf_file is None and not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
+            raise FileNotFoundError(f"{path} has no config.json, but {found[0].name}: name that file ({found[0]})")
+        if gguf_file is None:
+            saved_model(path)
+        else:
+            check_gguf(path / gguf_file)
+        return Source(str(path), gguf_file, True)
+    name = os.fspath(where)
+    if not path.exists() and _HUB_NAME.fullmatch(name) and path.suffix != ".gguf" and not path.parent.is_dir():
+        return Source(name, gguf_file, False)
+    raise FileNotFoundError(
+        f"no saved model at {where}: a folder with config.json and weights, a .gguf file, or a name on the hub "
+        "(owner/name) is needed"
+    )
+
+
+def check_gguf(file: Path) -> None:
+    """Refuse a file that is not there, or that is not GGUF."""
+    if not file.is_file():
+        raise FileNotFoundError(f"no GGUF file at {file}")
+    with open(file, "rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError(f"{file} is not a GGUF file: it does not begin with GGUF")
 
 
 def json_object(file: Path) -> dict[str, Any]:

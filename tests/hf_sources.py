@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -33,10 +34,22 @@ SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "sof
 ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
 SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
 SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
+# Families whose attention takes the way of Llama's or BART's through our code: `make test` runs some controls on them,
+# and `make test-nightly` all.
+ALIKE = ("Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma3Text", "GPTNeoX", "OPT")
+SOME = ("softmax", "elu", "window:3+mlp:4")
+BODIES_AND_SPECS = [
+    pytest.param(
+        cls, *spec, marks=pytest.mark.nightly if BOUNDED[cls].family.name in ALIKE and spec[0] not in SOME else (),
+        id=f"{cls.__name__}-{spec[0]}-{'-'.join(spec[2])}",
+    )
+    for cls in BODIES
+    for spec in SPECS
+]  # fmt: skip
 # Of those that are trained: encoders too, one that fills in words and one that classifies.
 TRAINED = [*BODIES, transformers.BertForMaskedLM, transformers.RobertaForSequenceClassification]
 KINDS_OF_DROPOUT = """dropout attention_dropout activation_dropout hidden_dropout_prob attention_probs_dropout_prob
-    resid_pdrop embd_pdrop attn_pdrop"""
+    resid_pdrop embd_pdrop attn_pdrop hidden_dropout"""
 NO_DROPOUT = dict.fromkeys(KINDS_OF_DROPOUT.split(), 0.0)
 
 

@@ -118,7 +118,7 @@ def test_the_docs_list_the_families(generate):
 
     listed = generate.supported().splitlines()[2:]
     assert [line.split(" | ")[0].strip("| ") for line in listed] == [family.title for family in FAMILIES]
-    assert "`BertForMaskedLM`" in listed[2]
+    assert "`BertForMaskedLM`" in next(line for line in listed if line.startswith("| BERT "))
 
 
 @every_page

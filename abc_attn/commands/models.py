@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "chat_template.jinja")
-_NOT_NUMBERS = "the model's outputs are not numbers (NaN): its weights or its config.json are damaged"
 LABELS = {"perplexity": "perplexity per token", "word perplexity": "perplexity per word"}
 
 
 @contextmanager
-def hugging_face() -> Iterator[None]:
-    """For commands that run transformers: models are folders, nothing is fetched, and transformers logs errors only."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def hugging_face(*, fetch: bool = False) -> Iterator[None]:
+    """For commands that run transformers: nothing is fetched, unless `fetch`, and transformers logs errors only."""
+    if not fetch:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with explained("hf"):
         from transformers.utils import logging
 
@@ -41,39 +43,70 @@ def hugging_face() -> Iterator[None]:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Put bounded attention into a saved Hugging Face model (Llama, GPT-2, BERT and others: docs/huggingface.md), keep
-    its weights, and save the result, which loads with the Auto classes after `import abc_attn.hf`."""
-    source, target = arguments.source, arguments.target
+    """Put bounded attention into a Hugging Face model (Llama, Qwen3, Gemma 3, BERT and others: docs/huggingface.md),
+    keep its weights, and save the result. The model is a folder, a .gguf file, or a name on the hub, which is fetched
+    if it is not on this machine."""
+    target = arguments.target
     with explained():
-        saved = paths.saved_model(source)
+        source = paths.model_source(arguments.source, arguments.gguf_file)
         paths.new_folder(target)
+        if source.gguf_file is not None and importlib.util.find_spec("gguf") is None:
+            raise CommandError(f"{source} is read by the package gguf: pip install 'abc-attn[gguf]'")
+    folder = Path(source.place) if source.local and source.gguf_file is None else None
+    saved = {} if folder is None else paths.saved_model(folder)
     if "control" in saved:
         raise CommandError(f"{source} is a bounded model already (control {saved['control']!r}): convert the original")
     import_controls(arguments)
     check_controls(arguments.control)
-    with hugging_face():
+    with hugging_face(fetch=not source.local), _shown_warnings():
         from abc_attn.hf import convert
+        from abc_attn.hf.sources import load_source, load_source_tokenizer
         from abc_attn.models.saved import load_model, load_tokenizer
 
-        given = {name: getattr(arguments, name) for name in ("control", "slots", "layers", "where", "positions")}
-        model = convert(load_model(source), **given, tie_control=not arguments.untied)
-        model.config.source_model = os.fsencode(source.resolve().name).decode("utf-8", "replace")
+        given = {name: getattr(arguments, name) for name in ("control", "slots", "where", "positions", "dtype")}
+        given |= {"layers": "all" if "all" in (arguments.layers or ()) else arguments.layers}
+        given |= {"tie_control": not arguments.untied}
+        original = load_source(source, dtype=arguments.dtype) if folder is None else load_model(folder)
+        model, tokenizer = convert(original, **given), None
+        model.config.source_model = source.name
+        if folder is None:
+            tokenizer = load_source_tokenizer(source)
+        elif any((folder / name).exists() for name in TOKENIZER_FILES):
+            tokenizer = load_tokenizer(folder)
         with whole_folder(target) as partial:
             model.save_pretrained(partial)
-            if any((source / name).exists() for name in TOKENIZER_FILES):
-                load_tokenizer(source).save_pretrained(partial)
-    controls: Any = model.controls
-    new = sum(parameter.numel() for parameter in controls.parameters())
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+    new = sum(control.numel() for name, control in model.named_parameters() if "controls" in name.split("."))
     total = sum(parameter.numel() for parameter in model.parameters())
     print(f"{target}: {type(model).__name__}, {total:,} parameters, {new:,} of them new")
+    if windows := model.own_windows():
+        print(
+            f"{len(windows)} layers are sliding windows in the source and keep their window (--layers all replaces it)"
+        )
+
+
+@contextmanager
+def _shown_warnings() -> Iterator[None]:
+    """Warnings of the library as lines of ours, without the place in the code that they come from."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"abc-attn: warning: {message}", file=sys.stderr)
+        yield
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Continue a prompt and print the text as it is made; then, on stderr, tokens per second and the size of the
-    state."""
+    """Continue a prompt, or answer it (--chat), and print the text as it is made; then, on stderr, tokens per second
+    and the size of the state. --save-state and --load-state carry on from one call to the next."""
     folder, tokens = arguments.model, arguments.tokens
     with explained():
         saved = paths.saved_model(folder)
+        if arguments.load_state is not None and not arguments.load_state.is_file():
+            raise FileNotFoundError(f"no state at {arguments.load_state}: --save-state FILE writes one")
+        if arguments.save_state is not None:
+            paths.new_file(arguments.save_state)
+    if arguments.system is not None and (not arguments.chat or arguments.load_state is not None):
+        raise CommandError("--system is for the beginning of a chat: give it with --chat, and without --load-state")
     prompt = _read_standard_input() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("the prompt is empty; give at least one word")
@@ -82,32 +115,39 @@ def generate(arguments: argparse.Namespace) -> None:
     with hugging_face():
         import torch
 
+        from abc_attn.hf.streaming import Chat, Stream, as_text
         from abc_attn.models.saved import damaged
 
-        model, tokenizer = _load(folder)
-        if not model.can_generate() or model.config.is_encoder_decoder:
-            raise CommandError(
-                f"{folder} holds a {type(model).__name__}; a causal language model (...ForCausalLM) is needed"
-            )
-        with damaged(f"the tokenizer in {folder} fails"):
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-        _check_tokens(model, ids)
-        _check_positions(model, ids.shape[1], tokens)
-        cache = _make_cache(model)
-        steps = torch.no_grad()(_continue)(model, ids, cache, tokens, arguments.temperature, arguments.seed)
-        shown, made, started = "", [], None
-        for token in steps:
+        model, tokenizer = load_causal(folder)
+        stream = Stream(model, temperature=arguments.temperature, seed=arguments.seed)
+        if arguments.load_state is not None:
+            stream.load(arguments.load_state)
+        if arguments.chat:
+            Chat(stream, tokenizer, arguments.system).ask(prompt, tokens)
+        else:
+            if getattr(tokenizer, "chat_template", None):
+                print(
+                    "abc-attn: this model has a chat template: with --chat the prompt is a question to answer, without "
+                    "it a text to continue",
+                    file=sys.stderr,
+                )
+            with damaged(f"the tokenizer in {folder} fails"):
+                ids = tokenizer(prompt, add_special_tokens=not stream.length).input_ids
+            stream.add(ids, tokens)
+        if not stream.pending:
+            raise CommandError("the prompt is empty; give at least one word")
+        _check_tokens(model, torch.tensor(stream.pending))
+        read, started = len(stream.pending), None
+        for piece in as_text(tokenizer, stream.write(tokens)):
             started = started or time.perf_counter()  # the first token includes reading the prompt
-            made.append(token)
-            text = tokenizer.decode(made, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):  # a character whose other bytes are still to come
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
+            print(piece, end="", flush=True)
         seconds = time.perf_counter() - (started or 0.0)
         print()
-        speed = f"{(len(made) - 1) / seconds:.1f} tokens/s" if len(made) > 1 else "one token"
-        size = _describe_cache(model, cache)
-        print(f"{ids.shape[1]} tokens read, {len(made)} written, {speed}, {size}", file=sys.stderr)
+        if arguments.save_state is not None:
+            stream.save(arguments.save_state)
+        speed = f"{(stream.written - 1) / seconds:.1f} tokens/s" if stream.written > 1 else "one token"
+        size = describe_cache(model, stream.cache)
+        print(f"{read} tokens read, {stream.written} written, {speed}, {size}", file=sys.stderr)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -151,6 +191,7 @@ def score_text(
     from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
     from abc_attn.hf import AdaptiveLM
     from abc_attn.hf.models import has_bounded_state, most_tokens
+    from abc_attn.hf.streaming import NOT_NUMBERS
     from abc_attn.models.saved import damaged
 
     with damaged("the tokenizer fails"):
@@ -167,7 +208,7 @@ def score_text(
     started = time.perf_counter()
     nll = token_nll(model, ids, window=window, context=0 if window is None else window - max(1, window // 4))
     if bool(nll.isnan().any()):
-        raise ValueError(_NOT_NUMBERS)
+        raise ValueError(NOT_NUMBERS)
     return {
         "perplexity": perplexity(nll),
         "word perplexity": perplexity(nll, max(1, words)),
@@ -190,6 +231,16 @@ def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
     return load_model(folder), load_tokenizer(folder)
 
 
+def load_causal(folder: Path) -> tuple[PreTrainedModel, Any]:
+    """A causal language model that can generate, and its tokenizer."""
+    model, tokenizer = _load(folder)
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise CommandError(
+            f"{folder} holds a {type(model).__name__}; a causal language model (...ForCausalLM) is needed"
+        )
+    return model, tokenizer
+
+
 def _check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse tokens that the model has no vector for."""
     if ids.numel() and (largest := int(ids.max())) >= model.config.vocab_size:
@@ -199,58 +250,14 @@ def _check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
         )
 
 
-def _check_positions(model: PreTrainedModel, read: int, written: int) -> None:
-    from abc_attn.hf.models import most_tokens
-
-    if not read:
-        raise CommandError("the prompt is empty; give at least one word")
-    limit = most_tokens(model)
-    if limit is not None and read + written > limit + 1:  # the last token is written and not read
-        raise CommandError(
-            f"the positions of this {type(model).__name__} end after {limit} tokens: prompt and --tokens may be "
-            f"{limit + 1} together, and are {read} and {written}; ask for fewer tokens or shorten the prompt"
-        )
-
-
-def _make_cache(model: PreTrainedModel) -> Any:
-    from transformers import DynamicCache
-
-    from abc_attn.hf import BoundedCache
-    from abc_attn.hf.stateful import Stateful
-
-    return BoundedCache() if isinstance(model, Stateful) else DynamicCache(config=model.config)
-
-
-def _describe_cache(model: PreTrainedModel, cache: Any) -> str:
+def describe_cache(model: PreTrainedModel, cache: Any) -> str:
+    """What a state or a cache takes, in words."""
     from abc_attn.hf import state_bytes
     from abc_attn.hf.models import has_bounded_state
     from abc_attn.hf.stateful import Stateful
 
     if not isinstance(model, Stateful):
-        return f"keys and values {sum(2 * layer.keys.nbytes for layer in cache.layers):,} bytes, growing"
+        kept = sum(2 * layer.keys.nbytes for layer in cache.layers if layer.keys is not None)
+        return f"keys and values {kept:,} bytes, growing"
     grows = "whatever the length" if has_bounded_state(model) else "growing where attention is exact"
     return f"state {state_bytes(cache):,} bytes, {grows}"
-
-
-def _continue(
-    model: PreTrainedModel, ids: Tensor, cache: Any, tokens: int, temperature: float, seed: int
-) -> Iterator[int]:
-    """The tokens that follow ids `1 t`, until the model's end of a text."""
-    import torch
-
-    random = torch.Generator().manual_seed(seed)
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else {*(ends or ())}  # GenerationConfig takes an int, a list or None
-    for _ in range(tokens):
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        if bool(logits.isnan().any()):
-            raise CommandError(_NOT_NUMBERS)
-        if temperature:
-            # Below the largest, and in fp64: no temperature above 0 overflows.
-            apart = (logits - logits.max(-1, keepdim=True).values).double() / temperature
-            ids = torch.multinomial(apart.softmax(-1), 1, generator=random)
-        else:
-            ids = logits.argmax(-1, keepdim=True)
-        if int(ids) in ends:
-            return
-        yield int(ids)

@@ -24,14 +24,23 @@ IMPLEMENTATION = "bounded"
 
 
 def padding_mask(
-    *, q_length: int, mask_function: Any, attention_mask: Tensor | None = None, **unused: Any
+    *,
+    q_length: int,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **unused: Any,
 ) -> Tensor | None:
     """What a bounded attention needs of a mask: `b t`, True at padding among the tokens of this call; None without any.
 
     transformers calls this in place of building a mask of every query against every key. attention_mask is `b s`, True
     at real tokens, with all earlier tokens in front if there is a cache.
     """
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+    # A sliding window, with nothing but padding on top: transformers lets no mask be skipped where there is more. The
+    # window itself is the control of the layers that have one.
+    sliding = local_size is not None and allow_is_causal_skip
+    if not sliding and mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise ValueError(
             "bounded attention supports causal and bidirectional attention, with padding. Several sequences packed "
             "into a row (position_ids that start again) and other patterns are not supported: give each sequence its "
@@ -39,7 +48,7 @@ def padding_mask(
         )
     if attention_mask is None:
         return None
-    if mask_function is causal_mask_function:
+    if sliding or mask_function is causal_mask_function:
         attention_mask = attention_mask[:, -q_length:]
     if not torch.compiler.is_compiling() and bool(attention_mask.all()):
         return None
@@ -67,6 +76,7 @@ class ConvertedAttention(MemoryAttention):
     projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")  # as most families call them
     out_proj: nn.Module
     in_place = True  # a state belongs to the cache that it came from
+    own_window: int | None = None  # the sliding window of the source, where it was kept
 
     def __init__(self, original: Any, control: Control, layer_idx: int, layers: int) -> None:
         sizes = self.sizes(original)
@@ -93,6 +103,11 @@ class ConvertedAttention(MemoryAttention):
     def width(cls, original: Any) -> int:
         """The width of what keys are made from."""
         return getattr(original, cls.projections[1]).in_features
+
+    @classmethod
+    def window(cls, original: Any) -> int | None:
+        """How many tokens it sees in the source, its own included; None if it sees all."""
+        return getattr(original, "sliding_window", None)
 
     def heads(
         self, x: Tensor, source: Tensor | None, rotation: Rotation | None
@@ -150,6 +165,8 @@ class ConvertedAttention(MemoryAttention):
             if position_embeddings is not None:
                 given = position_embeddings
                 rotation = given if isinstance(given, Rotation) else Rotation(Angles.of(*given))
+                if self._band is None or not self._band.sinks:  # one of several layers, and others have sinks
+                    rotation = rotation._replace(to_sinks=None)
             q, k, v, to_sinks = self.heads(hidden_states, source, rotation)
             assert k is not None
             assert v is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,44 +10,60 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from abc_attn.hf.models import BOUNDED, BoundedModel, unsupported
+from abc_attn.hf.sources import as_dtype, load_source
 
 
 def convert(
-    model: PreTrainedModel,
+    model: PreTrainedModel | str | os.PathLike[str],
     control: str | dict[str, str] = "mlp",
     slots: int | dict[str, int] | None = None,
     *,
-    layers: Sequence[int] | None = None,
-    where: Sequence[str] | None = None,
+    layers: Sequence[int] | str | None = None,
+    where: Sequence[str] | str | None = None,
     tie_control: bool = True,
     positions: str | Sequence[int] = "absolute",
+    gguf_file: str | None = None,
+    dtype: torch.dtype | str | None = None,
     **control_options: Any,
 ) -> BoundedModel:
     """The same model with bounded attention; its weights are kept. `model` is used up: continue with the result.
 
+    model: a model of transformers; or where one is saved: a folder, a .gguf file, or a name on the hub (owner/name),
+    which is then fetched if it is not on this machine.
     control, slots: as for BoundedAttention ("mlp", "global:4+window:508", ...); each may be a dict by site.
-    layers: which layers become bounded, counted from 0; None means all.
+    layers: which layers become bounded, counted from 0. None means all, except those that are sliding windows in the
+    source: they keep their window, which is a bounded memory already. "all" replaces those windows too.
     where: which sites become bounded: "self" (causal self-attention), "cross", "encoder"; None means all that the
-    model has. Attention that is not chosen becomes exact ("softmax").
+    model has. Attention that is not chosen stays exact: "softmax", or the source's sliding window.
     tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
     positions: for rotary models. "absolute" rotates keys and then writes them; "slot" counts positions inside the
     memory (only for "window" and "global"), so that a text may be longer than the model's positions.
+    gguf_file: the file of weights in the folder, or under the name, that `model` says; they are dequantised.
+    dtype: of the weights, for instance "bfloat16"; by default as they are, and float32 from GGUF.
     Other options go to the control; self={"gate": True} (or cross=, encoder=) goes to that of one site alone.
     """
-    if isinstance(model, BoundedModel):
-        raise ValueError(f"this model is a {type(model).__name__} already; convert the original model")
-    target = BOUNDED.get(type(model))
+    if isinstance(model, str | os.PathLike):
+        original = load_source(model, gguf_file=gguf_file, dtype=dtype)
+    elif gguf_file is not None:
+        raise ValueError(f"gguf_file={gguf_file!r} is for a folder or a name; a {type(model).__name__} was given")
+    else:
+        original = model if dtype is None else model.to(as_dtype(dtype))  # type: ignore[arg-type]
+    if isinstance(original, BoundedModel):
+        raise ValueError(f"this model is a {type(original).__name__} already; convert the original model")
+    target = BOUNDED.get(type(original))
     if target is None:
-        raise ValueError(unsupported(type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)))
+        raise ValueError(
+            unsupported(type(original).__name__, getattr(getattr(original, "config", None), "model_type", None))
+        )
     if not isinstance(positions, str):  # control "global" has an option of the same name
         control_options["positions"], positions = list(positions), "absolute"
-    if not all(parameter.is_floating_point() for parameter in model.parameters()):
+    if not all(parameter.is_floating_point() for parameter in original.parameters()):
         raise ValueError(
-            f"this {type(model).__name__} is quantized: load it with floating-point weights and convert that"
+            f"this {type(original).__name__} is quantized: load it with floating-point weights and convert that"
         )
     # "quantization_config" may describe the file that the weights, now floats, were loaded from.
     left_out = ("model_type", "quantization_config")
-    family = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
+    family = {name: value for name, value in original.config.to_dict().items() if name not in left_out}
     make_config: Any = target.config_class
     config = make_config(
         **family,
@@ -54,17 +71,17 @@ def convert(
         slots=slots,
         control_options=control_options,
         tie_control=tie_control,
-        layers=None if layers is None else list(layers),
-        where=None if where is None else list(where),
+        layers=layers,
+        where=where,
         positions=positions,
-        source_model=model.name_or_path or None,
+        source_model=original.name_or_path or None,
     )
     with torch.device("meta"):
         bounded = target(config)
-    _move(model, bounded, config)
-    if model.can_generate():
-        bounded.generation_config = model.generation_config
-    return bounded.train(model.training)
+    _move(original, bounded, config)
+    if original.can_generate():
+        bounded.generation_config = original.generation_config
+    return bounded.train(original.training)
 
 
 def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfig) -> None:

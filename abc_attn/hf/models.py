@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from abc_attn.hf.stateful import Stateful, model_card
 from abc_attn.memory_limit import check_fits
 
 SITES = ("self", "cross", "encoder")
+ALL = "all"  # layers=: those that are sliding windows in the source, too
 
 
 @dataclass(kw_only=True)
@@ -38,14 +40,18 @@ class BoundedConfig:
     slots: int | dict[str, int] | None = None
     control_options: dict[str, Any] = field(default_factory=dict)
     tie_control: bool = True
-    layers: list[int] | None = None
+    layers: list[int] | str | None = None
     where: list[str] | None = None
     positions: str = "absolute"
     source_model: str | None = None
 
     def __post_init__(self, **given: Any) -> None:
+        if isinstance(self.where, str):
+            self.where = [self.where]
+        if isinstance(self.layers, str) and self.layers != ALL:
+            raise ValueError(f"layers must be numbers of layers, or {ALL!r}, got {self.layers!r}")
         for name in ("layers", "where"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, ALL):
                 setattr(self, name, list(getattr(self, name)))  # as JSON will give it back
                 if not getattr(self, name):
                     raise ValueError(
@@ -65,6 +71,10 @@ class BoundedConfig:
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}, got {self.positions!r}")
         super().__post_init__(**given)  # type: ignore[misc]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing, as for the models: see Stateful."""
 
 
 class BoundedModel(Stateful):
@@ -117,7 +127,8 @@ class BoundedModel(Stateful):
                 f"{', '.join(chosen)}"
             )
         depth = max(map(len, places.values()))
-        if not {*(config.layers or ())} <= {*range(depth)}:
+        named = range(depth) if config.layers == ALL else config.layers
+        if not {*(named or ())} <= {*range(depth)}:
             raise ValueError(f"layers={config.layers}: this model's layers are 0 to {depth - 1}")
         used: list[Control] = []  # by each attention
         self.controls = nn.ModuleDict()  # each control once: by site, and by layer where they are not tied
@@ -128,8 +139,13 @@ class BoundedModel(Stateful):
                 sizes = {"embed_dim": adapter.width(original), "num_heads": own["num_kv_heads"]}
                 sizes |= {"head_dim": own["head_dim"], "causal": site == "self"}
                 key = site if config.tie_control else f"{site}_{index}"
-                if site not in chosen or (config.layers is not None and index not in config.layers):
-                    control = make_control("softmax", **sizes)
+                window = adapter.window(original)
+                if window is not None and window >= config.max_position_embeddings:  # Phi-3.5: it never hides anything
+                    window = None
+                keeps = site not in chosen or (named is not None and index not in named)
+                keeps = keeps or (window is not None and (named is None or config.control == "softmax"))
+                if keeps:
+                    control = make_control("softmax" if window is None else f"window:{window}", **sizes)
                 elif key in self.controls:
                     control = self.controls[key]  # type: ignore[assignment]
                 else:
@@ -137,7 +153,15 @@ class BoundedModel(Stateful):
                     control = self._make_control(site, sizes).to(weight.device, weight.dtype)
                     self.controls[key] = control
                 used.append(control)
-                setattr(parent, name, adapter(original, control, index, len(found)))
+                attention = adapter(original, control, index, len(found))
+                attention.own_window = window if keeps else None
+                setattr(parent, name, attention)
+        if not self.controls and config.control != "softmax":
+            warnings.warn(
+                f"every layer of this {type(self).__name__} is a sliding window of its own and stays as it is: control "
+                f"{config.control!r} is used nowhere. layers={ALL!r} replaces the windows",
+                stacklevel=2,
+            )
         bounded = [control.state_bytes for control in used if not control.grows]
         check_fits(f"the states of {len(bounded)} attentions with control {config.control!r}", sum(bounded))
         if "position_ids" in inspect.signature(self.base_model.forward).parameters:  # not in Marian and BART
@@ -166,11 +190,20 @@ class BoundedModel(Stateful):
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
         if not owners:
             raise ValueError(f"positions='slot' needs rotary positions, which {type(self).__name__} does not have")
-        if self.config.layers is not None:
+        controls: list[Any] = [*self.controls.values(), *(attention.control for attention in self.attentions())]
+        if not controls[0].grows and any(control.grows for control in controls):
             raise ValueError("positions='slot' is one rotation for all layers: leave out layers=")
-        control: Any = next(iter(self.controls.values()))
         for owner in owners:
-            owner.rotary_emb = SlotRotary(owner.rotary_emb, control)
+            owner.rotary_emb = SlotRotary(owner.rotary_emb, controls[0])
+
+    def attentions(self) -> list[ConvertedAttention]:
+        """Every attention of the model."""
+        return [module for module in self.modules() if isinstance(module, ConvertedAttention)]
+
+    def own_windows(self) -> dict[int, int]:
+        """The layers that have kept the sliding window that they have in the source: how many tokens, by layer."""
+        kept = {attention.layer_idx: attention.own_window for attention in self.attentions()}
+        return {layer: window for layer, window in kept.items() if window is not None}
 
     def named_controls(self) -> Mapping[str, Control]:
         controls: Any = self._modules.get("controls")  # None while transformers' own constructor runs
@@ -198,6 +231,12 @@ class BoundedModel(Stateful):
             )
         return IMPLEMENTATION
 
+    @classmethod
+    def auto_classes(cls) -> dict[str, type]:
+        names = {"AutoConfig": "Config"} | {auto.__name__: kind for kind, auto in AUTO.items()}
+        found = {auto: CLASSES.get(f"Bounded{cls.family.name}{kind}") for auto, kind in names.items()}
+        return {auto: own for auto, own in found.items() if own is not None}
+
     def card(self) -> str:
         config: Any = self.config
         auto = next(auto.__name__ for kind, auto in AUTO.items() if type(self).__name__.endswith(kind))
@@ -206,10 +245,15 @@ class BoundedModel(Stateful):
             bounded = {"bounded": "reads a memory of fixed size at the sites and layers below, and is exact elsewhere"}
         facts = {
             "sites of attention": ", ".join(config.where) if config.where else "all",
-            "layers": ", ".join(map(str, config.layers)) if config.layers else "all",
+            "layers": ", ".join(map(str, config.layers)) if config.layers not in (None, ALL) else "all",
             "positions": f"`{config.positions}`",
             "source model": f"`{config.source_model}`" if config.source_model else "none: it was built from its config",
         }
+        if windows := self.own_windows():
+            widths = ", ".join(map(str, sorted({*windows.values()})))
+            facts["sliding windows of the source"] = (
+                f"kept in {len(windows)} of {config.num_hidden_layers} layers: {widths} tokens"
+            )
         return model_card(self, f"{config.model_type.removeprefix('bounded_')} model", auto, **bounded, **facts)
 
 

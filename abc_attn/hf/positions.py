@@ -21,7 +21,10 @@ POSITIONS = ("absolute", "slot")
 
 
 class Angles(NamedTuple):
-    """By how much vectors are rotated at each position: x -> x * cos + x.roll(d/2) * sin. Both `b 1 t d`."""
+    """By how much vectors are rotated at each position: x -> x * cos + x.roll(d/2) * sin. Both `b 1 t d`.
+
+    Where d is less than the width of a head, its first d numbers are rotated and the others stay as they are.
+    """
 
     cos: Tensor
     sin: Tensor  # its first half is negated: the two halves of x change places, one of them with its sign changed
@@ -34,11 +37,12 @@ class Angles(NamedTuple):
 
     def rotate(self, x: Tensor) -> Tensor:
         """x `b h t d`, rotated."""
-        return rotate(x, *self)
+        d = self.cos.shape[-1]
+        return rotate(x, *self) if d == x.shape[-1] else torch.cat([rotate(x[..., :d], *self), x[..., d:]], dim=-1)
 
 
 class Rotation(NamedTuple):
-    """How the queries and keys of one forward pass are rotated, in all layers."""
+    """How the queries and keys of one forward pass are rotated, in all layers, or in those of one type."""
 
     angles: Angles
     to_sinks: Angles | None = None  # of the queries as they read the sinks, if those are seen from another position
@@ -56,11 +60,12 @@ class SlotRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module, control: Control) -> None:
         super().__init__()
-        kind = getattr(rotary, "rope_type", "default")
-        if kind in ("dynamic", "longrope"):
+        kinds = getattr(rotary, "rope_type", "default")
+        kinds = {*kinds.values()} if isinstance(kinds, dict) else {kinds}  # by type of layer, or one for all
+        if changing := sorted(kinds & {"dynamic", "longrope"}):
             raise ValueError(
                 f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
-                f"{kind!r}; use positions='absolute'"
+                f"{changing[0]!r}; use positions='absolute'"
             )
         band = control.band()
         if band is None or not band.window or band.dilation > 1:
@@ -71,16 +76,18 @@ class SlotRotary(nn.Module):
         self.rotary, self.band = rotary, band
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotation:
         slots = self.band.rows
         if not self.band.sinks or not bool((position_ids >= slots).any()):
-            return Rotation(self._angles(x, position_ids))
-        return Rotation(self._angles(x, position_ids), self._angles(x, position_ids.clamp(max=slots - 1)))
+            return Rotation(self._angles(x, position_ids, layer_type))
+        to_sinks = self._angles(x, position_ids.clamp(max=slots - 1), layer_type)
+        return Rotation(self._angles(x, position_ids, layer_type), to_sinks)
 
-    def _angles(self, x: Tensor, position: Tensor) -> Angles:
-        angle = position[..., None].double() * self.rotary.inv_freq.double()
+    def _angles(self, x: Tensor, position: Tensor, layer_type: str | None) -> Angles:
+        of_type = "" if layer_type is None else f"{layer_type}_"  # Gemma's frequencies, of each type of layer
+        angle = position[..., None].double() * getattr(self.rotary, f"{of_type}inv_freq").double()
         angle = torch.cat([angle, angle], dim=-1)
-        scaling = self.rotary.attention_scaling
+        scaling = getattr(self.rotary, f"{of_type}attention_scaling")
         return Angles.of((angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype))
 
 

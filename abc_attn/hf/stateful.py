@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -22,6 +22,9 @@ from abc_attn.files import write_checksums, write_whole
 from abc_attn.hf.cache import BoundedCache
 from abc_attn.hf.loading import CHECKSUMS, WEIGHTS, check_loaded, check_weights
 
+# A module that save_pretrained writes beside a model. transformers runs it for those who trust_remote_code, and finds
+# the model's classes in it. We never run what stands in a folder.
+SHIM = "abc_attn_model.py"
 BOUNDED = "reads a memory of fixed size instead of every key and value"
 
 
@@ -86,6 +89,44 @@ class Stateful(PreTrainedModel):
             return
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments, **options)  # type: ignore[misc]
 
+    def _prepare_model_inputs(self, *arguments: Any, **options: Any) -> tuple[Tensor, str, dict[str, Any]]:
+        """As in transformers. A cache that is continued by new tokens gets the mask of what it has read in front."""
+        prepared: Any = super()._prepare_model_inputs(*arguments, **options)  # type: ignore[misc]
+        ids, name, given = prepared
+        mask = given.get("attention_mask")
+        if name == "input_ids" and not ids.shape[1] and isinstance(given.get("past_key_values"), BoundedCache):
+            raise ValueError("no token is given: a state holds no outputs, so generate() needs a token to read first")
+        if name == "input_ids" and mask is not None and mask.shape == ids.shape:  # a tokenizer's
+            given["attention_mask"] = self._mask_with_past(ids, given, mask)
+        return ids, name, given
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)  # type: ignore[misc]
+        return self._mask_with_past(inputs_tensor, model_kwargs, mask) if inputs_tensor.dim() == 2 else mask
+
+    def _mask_with_past(self, ids: Tensor, given: dict[str, Any], mask: Tensor) -> Tensor:
+        """The mask of all that a cache has read, and of ids `b t`.
+
+        transformers takes ids that are longer than the cache for the whole text, and cuts off what was read.
+        """
+        cache = given.get("past_key_values")
+        layer: Any = cache.layers[0] if isinstance(cache, BoundedCache) and cache.layers else None
+        if self.config.is_encoder_decoder or layer is None or layer.state is None:
+            return mask
+        if ids.shape[1] > layer.columns and not layer.state.loaded:
+            return mask
+        if ids.shape[1] > layer.columns:
+            raise ValueError(
+                f"the loaded state has read {layer.columns} tokens and {ids.shape[1]} are given: if all of these are "
+                f"new, say so by attention_mask of {layer.columns + ids.shape[1]} columns; if they begin with what was "
+                "read, leave that out"
+            )
+        real = layer.state.length.to(ids.device)[:, None]
+        read = torch.arange(layer.columns, device=ids.device) >= layer.columns - real  # padding stood on the left
+        return torch.cat([read.expand(len(ids), -1).to(mask.dtype), mask], dim=1)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -111,16 +152,28 @@ class Stateful(PreTrainedModel):
         check_loaded(model, info, where, new_controls=allow_new_controls, new_heads=True)
         return model
 
+    @classmethod
+    def auto_classes(cls) -> dict[str, type]:
+        """What loads models of this kind, and the class that it loads: {"AutoConfig": ..., "AutoModel...": ...}."""
+        raise NotImplementedError
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: save_pretrained would otherwise copy the file that defines this class into the model's folder."""
+
     def card(self) -> str:
         """The text of README.md."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> Any:
-        """As in transformers; and beside the weights their checksums and, if there is none, a model card (README.md).
+        """As in transformers; and beside the weights their checksums, a module that imports this package, by which
+        transformers loads the model with trust_remote_code=True, and, if there is none, a model card (README.md).
 
         The config says which modules to import first, where controls are not of this package.
         """
         config: Any = self.config
+        classes = {auto: found.__name__ for auto, found in self.auto_classes().items()}
+        config.auto_map = {auto: f"{Path(SHIM).stem}.{name}" for auto, name in classes.items()}
         if modules := control_modules(self):
             config.control_modules = modules
         folder = Path(save_directory)
@@ -132,6 +185,7 @@ class Stateful(PreTrainedModel):
             raise OSError(f"the weights cannot be written into {folder}: {error}") from error
         if folder.is_dir() and options.get("is_main_process", True):
             write_checksums(CHECKSUMS, folder, folder.glob(WEIGHTS))
+            write_whole(folder / SHIM, shim(classes.values()))
             if not (folder / "README.md").exists():
                 write_whole(folder / "README.md", self.card())
         return saved
@@ -150,6 +204,13 @@ class Stateful(PreTrainedModel):
             "continuous batching pages keys and values, which a bounded model does not keep: "
             "use generate() with a padded batch"
         )
+
+
+def shim(names: Iterable[str]) -> str:
+    """The text of SHIM."""
+    needs = "it needs: pip install 'abc-attn[hf]'"
+    imported = f"from abc_attn.hf import {', '.join(sorted({*names}))}  # noqa"
+    return f'"""Lets transformers load this model with trust_remote_code=True; {needs}."""\n\n{imported}\n'
 
 
 def control_modules(model: nn.Module) -> list[str]:
@@ -186,10 +247,14 @@ A {kind} whose attention {reads}
 |---|---|
 {rows}
 
+It needs the package: `pip install 'abc-attn[hf]'`.
+
 ```python
-import abc_attn.hf  # makes the Auto classes know this model
+import abc_attn.hf  # makes the Auto classes and pipelines know this model
 from transformers import {auto}
 
 model = {auto}.from_pretrained("path/to/this/folder")
 ```
+
+Without that import, `from_pretrained(..., trust_remote_code=True)` does the same: `{SHIM}` holds the import alone.
 """

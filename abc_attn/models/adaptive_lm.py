@@ -112,6 +112,10 @@ class AdaptiveLMConfig(PreTrainedConfig):
         if not self.tie_word_embeddings:
             raise ValueError("AdaptiveLM ties its input and output vectors: leave out tie_word_embeddings")
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing, as for the model: see Stateful."""
+
     def key_value_heads(self, layer: int) -> int:
         """How many heads of keys and values a layer has."""
         given = self.num_key_value_heads
@@ -310,6 +314,10 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
             rows[fastest + len(fastest), sine] = 2 * angle.sin().to(rows)
             rows[fastest + len(fastest), cosine] = 2 * angle.cos().to(rows)
         init.copy_(weight, started)
+
+    @classmethod
+    def auto_classes(cls) -> dict[str, type]:
+        return {"AutoConfig": AdaptiveLMConfig, "AutoModelForCausalLM": cls}
 
     def card(self) -> str:
         return model_card(self, "causal language model with adaptive word vectors", AutoModelForCausalLM.__name__)

@@ -24,8 +24,8 @@ from abc_attn.provenance import backends
 
 COMMAND = [sys.executable, "-m", "abc_attn.cli"]
 COMMANDS = [
-    "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "evaluate", "translate",
-    "average", "env", "controls", *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
+    "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "chat", "evaluate",
+    "translate", "average", "env", "controls", *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
 ]  # fmt: skip
 
 # What is wrong with a command, and what is said about it. {} is a folder with model/, a folder that looks like a saved
@@ -62,6 +62,12 @@ MISTAKES = [
     ("report --results {} --output {}/no/report.html", "report.html cannot be written"),
     ("convert {}/nowhere {}/new", "no saved model at"),
     ("convert {}/text.txt {}/new", "no saved model at"),
+    ("convert nowhere {}/new", "a .gguf file, or a name on the hub (owner/name) is needed"),
+    ("convert {}/nowhere.gguf {}/new", "no saved model at"),
+    ("convert {}/text.gguf {}/new", "text.gguf is not a GGUF file"),
+    ("convert {} {}/new --gguf-file no.gguf", "no GGUF file at"),
+    ("convert {}/model {}/new --dtype float8", "'float8'"),
+    ("convert {}/model {}/new --layers every", "got 'every'"),
     ("convert {}/broken {}/new", "config.json is not JSON"),
     ("convert {}/model {}/model", "exists and is not empty"),
     ("convert {}/model {}/text.txt", "text.txt is a file"),
@@ -73,6 +79,12 @@ MISTAKES = [
     ("generate {}/model --prompt", "--prompt"),
     ("generate {}/model --prompt=", "the prompt is empty"),
     ("generate {}/model --prompt w5 --temperature -1", "a number from 0 is needed"),
+    ("generate {}/model --prompt w5 --load-state {}/nowhere", "no state at"),
+    ("generate {}/model --prompt w5 --save-state {}/no/state", "cannot be written"),
+    ("generate {}/model --prompt w5 --system w4", "--system is for the beginning of a chat"),
+    ("chat {}/nowhere", "no saved model at"),
+    ("chat {}/model --load-state {}/nowhere", "no state at"),
+    ("chat {}/model --load-state {}/text.txt --system w4", "give one of them"),
     ("evaluate {}/nowhere --file {}/text.txt", "no saved model at"),
     ("evaluate {}/model --file {}/nowhere.txt", "no text file at"),
     ("evaluate {}/model --file {}/empty.txt", "has no text"),
@@ -117,6 +129,7 @@ def light(tmp_path_factory):
     for name in ("empty.txt", "model/torch.py"):
         (folder / name).touch()
     (folder / "text.txt").write_text("w5 w9")
+    (folder / "text.gguf").write_text("w5 w9")
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     lines = [f"{command} --help" for command in ["", *COMMANDS]] + [line for line, _ in MISTAKES]
     words = [line.replace("{}", str(folder)).split() for line in lines]

@@ -101,7 +101,7 @@ def test_pipelines(task, cls, text, found, tmp_path):
     [
         (
             ["convert", "{}/t5", "{}/new"],
-            "T5Model is not supported; the supported families are Llama, GPT-2, BERT, RoBERTa, Marian, BART. How",
+            "T5Model is not supported; the supported families are Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 3",
         ),
         (
             ["convert", "{}/tagger", "{}/new"],

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_sources import (  # noqa: E402
-    BODIES,
+    BODIES_AND_SPECS,
     CLASSES,
     GENERATING,
     ONLINE,
@@ -100,12 +100,10 @@ def test_every_control_is_used(cls):
         assert parameter.grad.abs().max() > 0, name
 
 
-every_control = pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
-every_body = pytest.mark.parametrize("cls", BODIES, ids=lambda cls: cls.__name__)
+every_body_and_control = pytest.mark.parametrize(("cls", "control", "slots", "options"), BODIES_AND_SPECS)
 
 
-@every_body
-@every_control
+@every_body_and_control
 def test_cached_is_uncached_and_a_padded_batch_is_its_rows(cls, control, slots, options):
     model = bounded(cls, control, slots, **options)
     given = batch(left=not model.config.is_encoder_decoder)  # Marian's encoder counts padding on the left as positions
@@ -120,8 +118,7 @@ def test_cached_is_uncached_and_a_padded_batch_is_its_rows(cls, control, slots, 
         assert torch.equal(alone[0, -5:], greedy[row, -5:])
 
 
-@every_body
-@every_control
+@every_body_and_control
 def test_saved_and_loaded_and_every_parameter_is_trained(cls, control, slots, options, tmp_path):
     model = bounded(cls, control, slots, **options)
     model.save_pretrained(tmp_path)

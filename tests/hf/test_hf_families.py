@@ -1,4 +1,4 @@
-"""A family is one file and one line: two that are not supported are added here, as a file of hf/families would be."""
+"""Families: sliding windows of the source, norms of heads; and the seam, with a family that is not supported."""
 
 from __future__ import annotations
 
@@ -9,72 +9,49 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import batch, body, inputs, outputs, source  # noqa: E402
+from hf_sources import ALIKE, BODIES, SPECS, batch, body, inputs, outputs, rows, source  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.phi3.modeling_phi3 import Phi3Attention  # noqa: E402
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention  # noqa: E402
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn.hf.families import FAMILIES, Family  # noqa: E402
 from abc_attn.hf.families import llama as llama_family  # noqa: E402
-from abc_attn.hf.models import AUTO, BOUNDED, CLASSES, register_family  # noqa: E402
+from abc_attn.hf.models import AUTO, BOUNDED, CLASSES, has_bounded_state, register_family  # noqa: E402
 
 
-class BoundedQwen3Attention(llama_family.BoundedLlamaAttention):
-    """Norms of single heads, before the rotation."""
-
-    def heads(self, x, source, rotation):
-        q, k, v, _ = super().heads(x, source, None)
-        q, k, to_sinks = rotation.of(self.q_norm(q), self.k_norm(k))
-        return q, k, v, to_sinks
-
-
-QWEN3 = Family(
-    name="Qwen3",
-    title="Qwen3",
-    attention={Qwen3Attention: BoundedQwen3Attention},
-    tiny={**llama_family.FAMILY.tiny, "head_dim": 8},
-)
-
-
-class BoundedPhi3Attention(llama_family.BoundedLlamaAttention):
-    """q, k and v from one projection."""
-
-    @classmethod
-    def width(cls, original):
-        return original.qkv_proj.in_features
+class BoundedOlmo2Attention(llama_family.BoundedLlamaAttention):
+    """Norms of all heads together, before they are split and rotated."""
 
     def heads(self, x, source, rotation):
-        shares = [self.num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
-        q, k, v = (self.split(part) for part in self.qkv_proj(x).split(shares, dim=-1))
-        q, k, to_sinks = rotation.of(q, k)
-        return q, k, v, to_sinks
+        q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
+        q, k, to_sinks = rotation.of(self.split(q), self.split(k))
+        return q, k, self.split(v), to_sinks
 
 
-PHI3 = Family(
-    name="Phi3",
-    title="Phi-3",
-    attention={Phi3Attention: BoundedPhi3Attention},
+OLMO2 = Family(
+    name="Olmo2",
+    title="OLMo 2",
+    attention={Olmo2Attention: BoundedOlmo2Attention},
     tiny=llama_family.FAMILY.tiny,
 )
 
 
-@pytest.fixture(params=[QWEN3, PHI3], ids=lambda family: family.name)
-def family(request):
+@pytest.fixture
+def olmo2():
     """The one line; every registry is as it was afterwards."""
     registries = [CLASSES, BOUNDED, CONFIG_MAPPING._extra_content]
     registries += [auto._model_mapping._extra_content for auto in AUTO.values()]
     before = [dict(registry) for registry in registries]
-    register_family(request.param)
-    yield request.param
+    register_family(OLMO2)
+    yield OLMO2
     for registry, kept in zip(registries, before, strict=True):
         registry.clear()
         registry.update(kept)
 
 
-def randomised(cls):
+def randomised(cls, **changed):
     """A source whose norms have random weights: with ones, a norm could change places with a rotation unseen."""
-    model = source(cls)
+    model = source(cls, **changed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -82,10 +59,10 @@ def randomised(cls):
     return model
 
 
-def test_another_family_takes_a_record_and_an_adapter(family, tmp_path):
-    cls = body(family)
-    for control, options in (("softmax", {}), ("window:16", {}), ("global:4+window:12", {"positions": "slot"})):
-        original = randomised(cls)
+def same_as_the_source(cls, cases, **changed):
+    """With memories that are large enough for what the source sees."""
+    for control, options in cases:
+        original = randomised(cls, **changed)
         given = inputs(original, left=True)
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
@@ -93,23 +70,31 @@ def test_another_family_takes_a_record_and_an_adapter(family, tmp_path):
             found = outputs(hf.convert(original, control, **options), given)
         assert expected.abs().max() > 0.1
         assert (found - expected).abs().max() < 1e-4
-    for control, options in (("window:3+mlp:4", {}), ("global:2+window:4", {"positions": "slot"})):
+
+
+def test_another_family_takes_a_record_and_an_adapter(olmo2, tmp_path):
+    cls, slot = body(olmo2), {"positions": "slot"}
+    same_as_the_source(cls, [("softmax", {}), ("window:16", {}), ("global:4+window:12", slot)])
+    for control, options in (("window:3+mlp:4", {}), ("global:2+window:4", slot)):
         model = hf.convert(randomised(cls), control, **options)
         for beams in (1, 4):
             cached = model.generate(**batch(left=True), num_beams=beams)
             assert torch.equal(cached, model.generate(**batch(left=True), num_beams=beams, use_cache=False))
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded).__name__ == f"Bounded{family.name}ForCausalLM"
+    assert type(loaded).__name__ == "BoundedOlmo2ForCausalLM"
     assert type(loaded) is getattr(hf, type(loaded).__name__)
     assert torch.equal(outputs(loaded, inputs(loaded)), outputs(model, inputs(model)))
 
 
 def test_without_it_the_family_is_not_supported():
-    model = transformers.Qwen3Model(transformers.Qwen3Config(**QWEN3.tiny, vocab_size=61))
-    with pytest.raises(ValueError, match="Qwen3Model is not supported; the supported families are Llama, GPT-2"):
+    model = transformers.Olmo2Model(transformers.Olmo2Config(**OLMO2.tiny, vocab_size=61))
+    titles = ", ".join(family.title for family in FAMILIES)
+    with pytest.raises(ValueError) as error:
         hf.convert(model)
-    assert not hasattr(hf, "BoundedQwen3Model")
+    said = str(error.value)
+    assert said.startswith(f"Olmo2Model is not supported; the supported families are {titles}. How to add one: docs/")
+    assert not hasattr(hf, "BoundedOlmo2Model")
 
 
 def test_every_file_is_registered():
@@ -123,3 +108,82 @@ def test_every_file_is_registered():
         assert f"Bounded{family.name}Config" in hf.__all__
         assert all(hasattr(transformers, name) for name in family.class_names.values())
         assert family.title in (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+
+
+# What makes families differ
+
+ROTARY = [cls for cls in BODIES if hasattr(getattr(source(cls), "base_model", None), "rotary_emb")]
+MISTRAL, GEMMA, QWEN2 = transformers.MistralForCausalLM, transformers.Gemma3ForCausalLM, transformers.Qwen2ForCausalLM
+MIXED = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+SLIDING = [
+    pytest.param(MISTRAL, {"sliding_window": 3}, {0: 3, 1: 3}, id="Mistral"),
+    pytest.param(transformers.Phi3ForCausalLM, {"sliding_window": 3}, {0: 3, 1: 3}, id="Phi3"),
+    pytest.param(QWEN2, MIXED, {1: 3}, id="Qwen2"),
+    pytest.param(transformers.Qwen3ForCausalLM, MIXED, {1: 3}, id="Qwen3"),
+    pytest.param(GEMMA, {}, {0: 5}, id="Gemma3"),
+]
+
+
+@pytest.mark.parametrize("cls", ROTARY, ids=lambda cls: cls.__name__)
+def test_norms_rotations_and_positions_in_slots(cls):
+    same_as_the_source(cls, [("softmax", {}), ("window:16", {}), ("global:4+window:12", {"positions": "slot"})])
+    model = hf.convert(randomised(cls), "global:2+window:4", positions="slot")
+    cached = model.generate(**batch(left=True), num_beams=4)
+    assert torch.equal(cached, model.generate(**batch(left=True), num_beams=4, use_cache=False))
+
+
+@pytest.mark.filterwarnings("ignore:every layer of this")
+@pytest.mark.parametrize(("cls", "changed", "windows"), SLIDING)
+def test_sliding_windows_of_the_source_are_kept(cls, changed, windows, tmp_path):
+    slot = {"positions": "slot"}
+    same_as_the_source(cls, [("softmax", {}), ("window:16", {}), ("global:4+window:12", slot)], **changed)
+    model = hf.convert(source(cls, **changed), "global:2+window:4", **slot)
+    assert model.own_windows() == windows
+    assert has_bounded_state(model)
+    given = batch(left=True)
+    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+    model.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert f"kept in {len(windows)} of 2 layers: {next(iter(windows.values()))} tokens" in card
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(outputs(loaded, given), outputs(model, given))
+    # Named, they are replaced.
+    replaced = hf.convert(source(cls, **changed), "window:16", layers="all")
+    assert replaced.own_windows() == {}
+    wide = source(cls, **changed | {"sliding_window": 100})
+    with torch.no_grad():
+        assert (outputs(replaced, given) - outputs(wide, given)).abs().max() < 1e-4
+    named = hf.convert(source(cls, **changed), "window:16", layers=[1])
+    assert named.own_windows() == {layer: width for layer, width in windows.items() if layer != 1}
+
+
+def test_a_control_that_no_layer_uses_is_a_warning():
+    with pytest.warns(UserWarning, match="control 'mlp:4' is used nowhere. layers='all' replaces the windows"):
+        hf.convert(source(MISTRAL, sliding_window=3), "mlp:4")
+    endless = hf.convert(source(MISTRAL, sliding_window=128), "mlp:4")  # as long as the model has positions
+    assert endless.own_windows() == {}
+    assert set(endless.controls) == {"self"}
+    with pytest.raises(ValueError, match="layers must be numbers of layers, or 'all', got 'every'"):
+        hf.convert(source(MISTRAL), "mlp:4", layers="every")
+    with pytest.raises(ValueError, match="use_bidirectional_attention=True"):
+        hf.convert(source(GEMMA, use_bidirectional_attention=True), "mlp:4")
+    model = hf.convert(source(GEMMA), "mlp:4")
+    with pytest.raises(ValueError, match="packed"):
+        model(torch.ones(1, 4, dtype=torch.int64), position_ids=torch.tensor([[0, 1, 0, 1]]), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "cls", [body(family) for family in FAMILIES if family.name in ALIKE], ids=lambda cls: cls.__name__
+)
+def test_a_step_of_the_trainer(cls, tmp_path):
+    """The long form, of every family and control, is in test_hf_models.py."""
+    model = hf.convert(source(cls), *SPECS[-3][:2], **SPECS[-3][2])
+    before = [parameter.clone() for parameter in model.controls.parameters()]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", learning_rate=0.1,
+    )  # fmt: skip
+    hf.Trainer(model, arguments, train_dataset=rows(model, 4)).train()
+    assert before
+    for old, new in zip(before, model.controls.parameters(), strict=True):
+        assert not torch.equal(old, new)

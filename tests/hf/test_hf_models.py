@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import CLASSES, SPECS, TRAINED, batch, inputs, outputs, rows, source  # noqa: E402
+from hf_sources import CLASSES, SPECS, TRAINED, batch, inputs, outputs, rows, save, source  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
@@ -124,6 +124,63 @@ def test_the_card_says_what_is_bounded(options, said, tmp_path):
     assert f"| sites of attention | {options.get('where', ['all'])[0]} |" in card
 
 
+@pytest.mark.parametrize("cls", [LLAMA, transformers.GPT2Model], ids=lambda cls: cls.__name__)
+def test_a_folder_says_where_its_classes_are(cls, tmp_path):
+    """In a module with one import, for transformers to run: nothing of ours is copied into a folder."""
+    model = hf.convert(source(cls), "mlp:4")
+    type(model).register_for_auto_class("AutoModel")  # transformers does so after it has run the module
+    type(model.config).register_for_auto_class()
+    model.save_pretrained(tmp_path)
+    shim = (tmp_path / "abc_attn_model.py").read_text()
+    assert [file.name for file in tmp_path.glob("*.py")] == ["abc_attn_model.py"]
+    assert len(shim.splitlines()) == 3
+    exec(shim, found := {})
+    named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert set(named) >= {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
+    for auto, name in named.items():
+        module, _, own = name.partition(".")
+        assert module == "abc_attn_model"
+        assert found[own] is getattr(hf, own)
+        assert auto == "AutoConfig" or type(model.config) in getattr(transformers, auto)._model_mapping
+    card = (tmp_path / "README.md").read_text()
+    assert "import abc_attn.hf" in card
+    assert "trust_remote_code=True" in card
+
+
+FRESH = """
+import sys, transformers
+folder = sys.argv[1]
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+except ValueError as error:
+    assert "trust_remote_code" in str(error), error
+else:
+    raise AssertionError("loaded without the import, and without trust")
+print()  # after transformers' question, which no one answers
+assert "abc_attn" not in sys.modules
+run = transformers.pipeline("text-generation", model=folder, trust_remote_code=True)
+assert type(run.model).__name__ == "BoundedQwen3ForCausalLM"
+print(run("w5 w9", max_new_tokens=8, do_sample=False)[0]["generated_text"])
+model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+assert type(model).__name__ == "BoundedQwen3ForSequenceClassification"
+run.model.save_pretrained(folder + "-again")
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_does_not_know_us_loads_a_model(tmp_path):
+    folder = save(hf.convert(source(transformers.Qwen3ForCausalLM), "window:3+mlp:4"), tmp_path / "model")
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, folder], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    expected = transformers.pipeline("text-generation", model=str(folder))
+    written = expected("w5 w9", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert done.stdout.splitlines()[-1] == written
+    assert [file.name for file in Path(f"{folder}-again").glob("*.py")] == ["abc_attn_model.py"]
+
+
 def test_controls_that_need_the_whole_sequence_serve_encoders():
     for control in ("luna", "workspace", "cluster", "compressive"):
         model = hf.convert(source(BERT), control, 4)
@@ -150,7 +207,7 @@ def test_controls_that_need_the_whole_sequence_serve_encoders():
         (lambda: hf.convert(hf.convert(source(LLAMA), "mlp")), "already"),
         (
             lambda: hf.convert(torch.nn.Linear(2, 2)),
-            "Linear is not supported; the supported families are Llama, GPT-2",
+            "Linear is not supported; the supported families are Llama, Mistral",
         ),
         (lambda: hf.convert(transformers.T5Model(T5)), "T5Model is not supported.*How to add one: docs/huggingface.md"),
         (

@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import batch, source  # noqa: E402
+from hf_sources import BODIES, SPECS, batch, source  # noqa: E402
 from transformers.models.llama.modeling_llama import rotate_half  # noqa: E402
 
 from abc_attn.hf import convert  # noqa: E402
@@ -130,18 +130,23 @@ def test_it_is_for_tokens_kept_whole(control, said):
         convert(source(LLAMA), "window:4", positions="slots")
 
 
-@pytest.mark.parametrize("control", ["softmax", "mlp:4", "elu", "rfa:4", "t2r:4", "favor:4", "dpfp", "random:4"])
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert", "Roberta"])
-def test_padding_on_the_left_moves_no_position(family, control):
+DECODERS = [cls for cls in BODIES if not cls.config_class.is_encoder_decoder]
+
+
+@pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(("control", "slots", "options"), SPECS, ids=lambda x: x if x is str(x) else "")
+def test_padding_on_the_left_moves_no_position(cls, control, slots, options):
     """Linear features under RoPE are not shift-invariant, and tables of positions never are."""
-    name = {"GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel"}.get(family, f"{family}ForCausalLM")
-    model = convert(source(getattr(transformers, name)), control).double().eval()
+    model = convert(source(cls), control, slots, **options).double().eval()
     given = batch(left=True)
+    first = model.family.positions_without_token(model.config)
+    position = (given["attention_mask"].cumsum(1) - 1).clamp(min=0) + first
     with torch.no_grad():
-        found = model(**given).logits
+        found, told = model(**given).logits, model(**given, position_ids=position).logits
         for row, (ids, mask) in enumerate(zip(given["input_ids"], given["attention_mask"].bool(), strict=True)):
             alone = model(ids[mask][None]).logits[0]
             torch.testing.assert_close(found[row, mask], alone, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(told[row, mask], alone, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("control", ["softmax", "window:3+mlp:4"])

@@ -1,4 +1,4 @@
-"""transformers' own tests of a model, on bounded Llama, RoBERTa and Marian; `make test-hf` fetches and runs them.
+"""transformers' own tests of a model, on bounded models of most families; `make test-hf` fetches and runs them.
 
 The sdist has the common tests and not those of each family, so that the configs and batches are ours.
 """
@@ -23,6 +23,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.testing_utils import torch_device  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
+from abc_attn.hf.families import FAMILIES  # noqa: E402
 
 # The sdist leaves out two modules that its common tests only inherit from: exporting and generation.
 sys.path.insert(0, str(Path(FOLDER).parent))
@@ -45,8 +46,10 @@ for kind, names in (
     ("ForSequenceClassification", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     ("ForConditionalGeneration", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
 ):
-    for family in ("Llama", "Roberta", "Marian"):
-        names[f"bounded_{family.lower()}"] = f"Bounded{family}{kind}"
+    for record in FAMILIES:
+        config = getattr(hf, f"Bounded{record.name}Config")
+        if f"Bounded{record.name}{kind}" in hf.__all__:
+            names[config.model_type] = f"Bounded{record.name}{kind}"
 
 # Tests that do not apply, and why. transformers itself skips those for devices, kernels and models that are not here.
 SKIPPED = {
@@ -94,6 +97,29 @@ class TestLlama(Common, unittest.TestCase):
                 vocab_size=99, hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, pad_token_id=0, max_position_embeddings=64, control="window:3+mlp:4",
             )  # fmt: skip
+
+
+class Decoder(Common):
+    """A family of decoders, by the sizes of its record."""
+
+    @classmethod
+    def of(cls, name: str, **options) -> type:
+        """The tests of a family; `options` are of its config."""
+        record = next(record for record in FAMILIES if record.name == name)
+        kinds = ("Model", "ForCausalLM", "ForSequenceClassification")
+
+        class FamilyTester(Tester):
+            def get_config(self):
+                sizes = {**record.tiny, "vocab_size": 99, "pad_token_id": 0, "control": "window:3+mlp:4"}
+                return getattr(hf, f"Bounded{name}Config")(**sizes | options)
+
+        members = {"all_model_classes": tuple(getattr(hf, f"Bounded{name}{kind}") for kind in kinds)}
+        return type(f"Test{name}", (cls, unittest.TestCase), members | {"Tester": FamilyTester, "__module__": __name__})
+
+
+TestMistral, TestQwen2, TestQwen3 = Decoder.of("Mistral"), Decoder.of("Qwen2"), Decoder.of("Qwen3")
+TestPhi3, TestGemma3, TestGPTNeoX = Decoder.of("Phi3"), Decoder.of("Gemma3Text"), Decoder.of("GPTNeoX")
+TestOPT = Decoder.of("OPT")
 
 
 class TestRoberta(Common, unittest.TestCase):

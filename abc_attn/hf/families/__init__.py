@@ -11,7 +11,14 @@ FAMILIES: list[Family] = [
     import_module(f"{__name__}.{module}").FAMILY
     for module in (
         "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma3_text",
+        "gpt_neox",
         "gpt2",
+        "opt",
         "bert",
         "roberta",
         "marian",
