@@ -11,7 +11,7 @@ from abc_attn.checks import check_count, check_number, check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
 from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, has_values, memory_dtype
-from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, scan, write
+from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
 from abc_attn.kernels.door import Declined, refused
 from abc_attn.state import State
@@ -331,21 +331,27 @@ class BoundedAttention(MemoryAttention):
         state: State | None = None,
         return_state: bool = False,
         below: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """x `b t D` attends to itself, or to `context` `b s D'`. Returns `b t D`, with the new State if return_state.
 
         A state goes on from an earlier call: x, or context, is appended to its memory. Of a cross-attention's state
         without context it only reads. key_padding_mask (`b t`, or `b s` with context) is True at padding; the output
         is zero there in self-attention, and wherever a row has no real token to attend to. `below` `b n D` is the
-        `state.packed` of the layer below, for controls carried by depth.
+        `state.packed` of the layer below, for controls carried by depth. `rotation`: cos and sin of rotary positions,
+        as kernels.rotate takes them; queries and keys of self-attention are rotated before they are used.
         """
         source = self._source(x, context, key_padding_mask, state, below)
+        if rotation is not None and source is not x:
+            raise ValueError("rotation is for self-attention: the positions of x and of a context do not compare")
         q = self._heads(self.q_proj(x))
         if source is None:
             assert state is not None
             out = self.recall(q, state)
         else:
             k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+            if rotation is not None:
+                q, k = (rotate(heads, *rotation).to(heads.dtype) for heads in (q, k))
             options = {"key_padding_mask": key_padding_mask, "state": state, "below": below}
             out, state = self.attend(source, q, k, v, **options, cross=context is not None)  # type: ignore[arg-type]
             if self.control.packs:  # P' = MultiHead(P, X, X): the tokens as P's queries see them

@@ -28,6 +28,7 @@ from abc_attn.hf.cache import BoundedCache, bounded_layer
 from abc_attn.hf.stateful import Stateful, model_card, use_control
 
 IGNORED = -100  # the label that transformers leaves out of the loss
+POSITIONS = ("sinusoids", "rotary", "none")
 
 
 @strict
@@ -38,6 +39,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
     control, slots, control_options: see BoundedAttention; control may be a list, one per layer, such as
     ["window:16", "window:112"].
     num_key_value_heads: fewer than num_attention_heads share keys and values among heads; or a list, one per layer.
+    positions: "sinusoids" are added to the word vectors; "rotary" turns queries and keys; "none" leaves the order to the
+    control, which knows it if it forgets (a gate, `slots`) or keeps the last tokens (`window`).
     position_period: None for plain sinusoids. With a number, every sinusoid's period divides it: positions run in a
     circle of that many tokens, and a long text meets no position that training has not. In training, a text without a
     past starts anywhere in the circle. A multiple of the training length is sensible.
@@ -65,6 +68,7 @@ class AdaptiveLMConfig(PreTrainedConfig):
     slots: int | None = None
     control_options: dict[str, Any] | None = None
     tie_control: bool = True  # one control for all layers, as in the paper
+    positions: str = "sinusoids"
     position_period: int | None = None
     local_heads: int = 0
     use_cache: bool = True
@@ -90,6 +94,15 @@ class AdaptiveLMConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.hidden_size % 2:
             raise ValueError(f"hidden_size must be even (a sine and a cosine each), got {self.hidden_size}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
+        if self.positions != "sinusoids" and (self.position_period is not None or self.local_heads):
+            given = f"position_period={self.position_period} and local_heads={self.local_heads}"
+            raise ValueError(f"{given} are for positions='sinusoids', got positions={self.positions!r}: leave them out")
+        if self.positions == "rotary" and self.hidden_size // self.num_attention_heads % 2:
+            raise ValueError(
+                f"rotary positions need heads of even width, got {self.hidden_size} / {self.num_attention_heads}"
+            )
         if self.position_period is not None and self.position_period < 2:
             raise ValueError(f"position_period must be at least 2 tokens, got {self.position_period}")
         if not 0 <= self.local_heads <= self.num_attention_heads:
@@ -218,10 +231,17 @@ class AdaptiveLMLayer(nn.Module):
         self.fc1 = nn.Linear(width, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, width)
 
-    def forward(self, x: Tensor, cache: Cache | None, index: int, padding: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: Cache | None,
+        index: int,
+        padding: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         past = None if cache is None else bounded_layer(cache, index)
-        normed = self.attention_norm(x)
-        y, state = self.attention(normed, key_padding_mask=padding, state=past and past.state, return_state=True)
+        options = {"key_padding_mask": padding, "state": past and past.state, "rotation": rotation}
+        y, state = self.attention(self.attention_norm(x), return_state=True, **options)
         if past is not None:
             past.keep(state, x.shape[1])
         x = x + F.dropout(y, self.dropout, self.training)
@@ -374,12 +394,18 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
         if attention_mask is not None and not bool(attention_mask.all()):
             padding = attention_mask[:, -input_ids.shape[1] :] == 0
         x = self.vocabulary.embed(input_ids) * self.config.hidden_size**0.5
-        x = x + self._sinusoids(self._positions(input_ids, padding, cache)).to(x.dtype)
+        rotation = None
+        if self.config.positions != "none":
+            position = self._positions(input_ids, padding, cache)
+            if self.config.positions == "rotary":
+                rotation = self._rotation(position, x.dtype)
+            else:
+                x = x + self._sinusoids(position).to(x.dtype)
         x = F.dropout(x, self.config.dropout, self.training)
         for index, layer in enumerate(self.layers):
             if self.training and self.config.layerdrop and torch.rand(()) < self.config.layerdrop:
                 continue
-            x = layer(x, cache, index, padding)
+            x = layer(x, cache, index, padding, rotation)
         return x
 
     def _positions(self, input_ids: Tensor, padding: Tensor | None, cache: Cache | None) -> Tensor:
@@ -392,6 +418,14 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
             return position + start
         state = None if cache is None else bounded_layer(cache, 0, len(self.layers)).state
         return position if state is None else position + state.length[:, None]
+
+    def _rotation(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles of every head, b 1 t d, as kernels.rotate takes them."""
+        half = self.config.hidden_size // self.config.num_attention_heads // 2
+        ladder = torch.arange(half, dtype=torch.float64, device=position.device) / half
+        angle = position[:, None, :, None] * torch.exp(ladder * -math.log(10000.0))  # in fp64, as in _speeds
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def _sinusoids(self, position: Tensor) -> Tensor:
         """[sin, cos] of D/2 angles of falling speed: b t -> b t D."""
