@@ -1,0 +1,37 @@
+"""torch.compile of whole attentions: outputs and gradients are those of eager mode, for every control."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract import CASES, CAUSAL, build, error, few, gradient_error, gradients, tokens
+
+# The second length is compiled for any; inductor takes seconds for each.
+LENGTHS = {"aot_eager": (1, 70), "inductor": (24,)}
+
+
+def check(case, backend, causal, lengths):
+    attention = build(case, few(case), causal=causal, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend=backend)
+    for t in lengths:
+        x = tokens(2, t, torch.float32).requires_grad_()
+        found, expected = compiled(x), attention(x)
+        assert error(found, expected) <= 1e-5
+        assert gradient_error(*(gradients(y, attention, x) for y in (found, expected))) <= 1e-5
+    with torch.no_grad():
+        assert error(compiled(x), attention(x)) <= 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", list(LENGTHS))
+@pytest.mark.parametrize("case", CAUSAL, ids=str)
+def test_causal(case, backend):
+    check(case, backend, True, LENGTHS[backend])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", list(LENGTHS))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_encoder(case, backend):
+    check(case, backend, False, LENGTHS[backend][-1:])
