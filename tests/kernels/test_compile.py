@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract import CASES, CAUSAL, build, error, few, gradient_error, gradients, tokens
+from contract import CASES, CAUSAL, Expected, Form, build, few, gradients, judge, results, tokens
 
 pytestmark = [
     pytest.mark.nightly,
@@ -16,16 +16,22 @@ LENGTHS = {"aot_eager": (1, 70), "inductor": (24,)}
 
 
 def check(case, backend, causal, lengths):
+    """By the contract's rule, against the reference in fp64."""
     attention = build(case, few(case), causal=causal, dtype=torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(attention, backend=backend)
     for t in lengths:
-        x = tokens(2, t, torch.float32).requires_grad_()
-        found, expected = compiled(x), attention(x)
-        assert error(found, expected) <= 1e-5
-        assert gradient_error(*(gradients(y, attention, x) for y in (found, expected))) <= 1e-5
-    with torch.no_grad():
-        assert error(compiled(x), attention(x)) <= 1e-5
+
+        def scenario(kernels, t=t):
+            exact, x = build(case, few(case), causal=causal, backend=kernels), tokens(2, t).requires_grad_()
+            y = exact(x)
+            return results(y, gradients(y, exact, x))
+
+        expected, x = Expected(scenario), tokens(2, t, torch.float32).requires_grad_()
+        y = compiled(x)
+        judge(results(y, gradients(y, attention, x)), expected, Form(backend), f"{case} t={t}")
+        with torch.no_grad():
+            judge(results(compiled(x)), expected, Form(backend), f"{case} t={t} without gradients")
 
 
 @pytest.mark.parametrize("backend", list(LENGTHS))
