@@ -17,7 +17,7 @@ help:
 	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
 	@echo "make test           run the tests (3 to 8 minutes on 2 cores)"
 	@echo "make test-quick     run those of the mathematics, of fewer sizes and forms (under a minute)"
-	@echo "make test-nightly   run the long forms of some tests"
+	@echo "make test-nightly   run the long forms of some tests, and torch.compile of every control (most of an hour)"
 	@echo "make check          run ruff and mypy"
 	@echo "make docs           write what is generated in the documentation"
 	@echo "make setup          build .venv only"
@@ -50,7 +50,7 @@ test-quick: .venv/installed
 	@$(PYTEST) -m 'not thorough and not nightly' $(QUICK:%=tests/%.py)
 
 test-nightly: .venv/installed
-	@$(PYTEST) -m nightly
+	@$(PYTEST) -m nightly -rP
 
 test-oracle: .venv/installed-oracle
 	@$(BIN)/python -m pytest -m oracle

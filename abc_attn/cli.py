@@ -23,8 +23,13 @@ from abc_attn.commands.translation import translate
 from abc_attn.provenance import installed
 from abc_attn.tasks import TRANSLATION, keys_help
 
+ENDLESS = 2**63 - 1  # the largest number that torch knows
 MOST_THREADS = 1024  # torch would start any number of them
-LONGEST_CONTEXT = 10**8  # tokens that a benchmark reads before it measures
+# What a benchmark takes at most; whether these sizes fit into memory together is another question, asked after torch is
+# there.
+LONGEST = {"op": 10**8, "scaling": 10**8, "encode": 10**8, "decode": 10**7, "generate": 10**6}  # tokens read
+MOST = 10**6  # slots, heads, channels, sequences, repetitions
+MOST_GENERATED = 10**4  # tokens at each repetition
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,15 +42,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"abc-attn: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
 
-def whole_number(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
+def whole_number(minimum: int, maximum: int = ENDLESS) -> Callable[[str], int]:
     """An argparse type: a whole number from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
         number = int(text) if text.isdecimal() and len(text) < 20 else maximum + 1 if text.isdecimal() else -1
-        if number > maximum:
-            raise argparse.ArgumentTypeError(f"a whole number from {minimum} to {maximum} is needed, got {text!r:.40}")
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"a whole number from {minimum} is needed, got {text!r:.40}")
+        if not minimum <= number <= maximum:
+            limit = f" to {maximum}" if number > maximum or maximum < ENDLESS else ""
+            raise argparse.ArgumentTypeError(f"a whole number from {minimum}{limit} is needed, got {text!r:.40}")
         return number
 
     return parse
@@ -355,12 +359,14 @@ def add_benchmarks(parser: Parser) -> None:
             description=f"Measure {summary}. A method whose results are wrong gets no figures.",
             epilog=f"example:\n  abc-attn bench {name} {examples[name]} --output results",
         )
+        longest = MOST_GENERATED if name == "generate" else LONGEST[name]
+        limits = {"tokens": whole_number(1, longest), "contexts": whole_number(2, LONGEST[name])}
         for option, default in sizes[name].items():
             several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
             kind.add_argument(
                 f"--{option}",
-                type=whole_number(2, LONGEST_CONTEXT) if option == "contexts" else whole_number(1),
+                type=limits.get(option, whole_number(1, MOST)),
                 default=default,
                 help=f"{(meanings_of_generate if name == 'generate' else meanings)[option]} (default: {shown})",
                 **several,
@@ -375,7 +381,10 @@ def add_benchmarks(parser: Parser) -> None:
                 help="of window and global, which keep tokens whole (default: %(default)s)",
             )
         kind.add_argument(
-            "--repetitions", type=whole_number(1), default=15, help="at most, of each method (default: %(default)s)"
+            "--repetitions",
+            type=whole_number(1, MOST),
+            default=15,
+            help="at most, of each method (default: %(default)s)",
         )
         kind.add_argument(
             "--threads", type=whole_number(1, MOST_THREADS), help="CPU threads for torch (default: torch's own choice)"

@@ -109,8 +109,12 @@ def _remove_abandoned(partial: Path) -> None:
 
 
 def may_write(folder: Path) -> bool:
-    """Whether this process may make files in a folder."""
-    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+    """Whether this process can make files in a folder. It is tried: /proc allows root to write, and takes nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import pkgutil
@@ -88,6 +89,7 @@ def _work(
 ) -> None:
     part = importlib.import_module(parts()[name])
     run = _in_a_process if getattr(part, "PROCESSES", False) else _here
+    gc.freeze()  # what is imported stays: accelerate collects garbage after each training, a quarter of a second
     outcomes, told = Counter[str](), time.monotonic()
     for case in range(first, stop, step):
         if finish.is_set():

@@ -160,6 +160,7 @@ VALUES: list[Any] = [None, True, False, "", [], [1, 2], ["x"], [None], {}, {"x":
 def run(case: int, folder: Path) -> str:
     """Make the command line of this case and run it."""
     chance = random.Random(case)
+    torch.set_num_threads(1)  # a case before may have asked for more, which wait for each other on a busy machine
     with _at(folder):
         fill(chance, folder)
         words = command_line(chance)

@@ -85,7 +85,7 @@ def loop(tensors: dict[str, Tensor | None], how: dict[str, Any], unit: float, se
             out = divide(off(features @ memory.v), total, reading.floor)
         else:
             scores = off(grouped * query_scale(q, reading.scale) @ memory.k.mT)
-            out = softmax_weights(scores, seen, 0.0) @ memory.v
+            out = off(softmax_weights(scores, seen, 0.0)) @ memory.v
         outs.append(out.reshape(*q.shape[:2], 1, v.shape[-1]))
     out = off(torch.cat(outs, dim=2))
     if padding is not None:
@@ -210,7 +210,7 @@ def distance(found: Tensor, expected: Tensor, name: str) -> float:
 
 def beyond(expected: Tensor) -> bool:
     """Whether it is out of fp32's range, or so close to an end of it that a product on the way may be: then there is
-    nothing to compare with. A gradient of 1e20 comes from a denominator of 1e-20, by whose square something is divided."""
+    nothing to compare with. A gradient of 1e20 comes from a denominator of 1e-20, whose square is divided by."""
     if (expected.isnan() | (expected == torch.inf)).any():
         return True
     size = float(expected.masked_fill(expected == -torch.inf, 0).abs().max()) if expected.numel() else 0.0

@@ -64,7 +64,7 @@ def registry():
 def test_code_runs(page, registry, tmp_path, monkeypatch):
     """The blocks of one page share a namespace, in order; files go to a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "docs"}
+    namespace = {"__name__": page.stem.replace("-", "_")}  # of contract.py, which runs one of them too
     for line, block in python_blocks(page):
         shifted = "\n" * (line - 1) + block  # a traceback then shows the page's own line numbers
         exec(compile(shifted, str(page), "exec"), namespace)

@@ -20,7 +20,7 @@ from abc_attn.bench.measure import (
     Work,
     available_bytes,
     check,
-    check_fits,
+    check_fit,
     does_not_fit,
     error,
     give_back_memory,
@@ -92,7 +92,7 @@ def op(tokens: list[int], slots: list[int], width: int, heads: int, repetitions:
             ours = [Work(backend, slots=n, backward=backward, **size) for backend in _backends() for n in slots]
             ours += [replace(work, gate=gate) for work in ours if work.slots == slots[0] for gate in GATES]
             groups.append([*ours, *(Work(name, backward=backward, **size) for name in BASELINES)])
-            check_fits(ours[0])
+            check_fit(ours)
     with Progress("bench op", 3 * sum(map(len, groups))) as progress:
         return [row for works in groups for row in compare(works, repetitions, progress, {})], {}
 
@@ -104,7 +104,7 @@ def encode(tokens: int, slots: list[int], width: int, heads: int, batch: int, re
         size: dict[str, Any] = {"batch": batch, "heads": heads, "tokens": tokens, "width": width, "causal": False}
         ours = [Work(name, slots=n, backward=backward, **size) for name in ("mlp", "linformer") for n in slots]
         groups.append([*ours, *(Work(name, backward=backward, **size) for name in BASELINES)])
-        check_fits(ours[0])
+        check_fit(ours)
     with Progress("bench encode", 3 * sum(map(len, groups))) as progress:
         return [row for works in groups for row in compare(works, repetitions, progress, {})], {}
 
@@ -118,7 +118,7 @@ def scaling(tokens: list[int], slots: int, width: int, heads: int, repetitions: 
         for method in methods
         for t in tokens
     ]
-    check_fits(works[len(tokens) - 1])
+    check_fit(works)
     with Progress("bench scaling", 3 * len(works)) as progress:
         rows = compare(works, repetitions, progress, _too_slow(works))
     found = {(row.method, row.tokens): row for row in rows}
@@ -160,7 +160,7 @@ def decode(contexts: list[int], slots: int, width: int, heads: int, batch: int, 
         for context in contexts
         for method in ("mlp", *BASELINES)
     ]
-    check_fits(replace(works[0], tokens=PREFILL))
+    check_fit([replace(works[0], tokens=PREFILL)])
     rows = {work: Row.of(work) for work in works}
     runs: dict[Work, Callable[[], Tensor]] = {}
     with Progress("bench decode", 2 * len(contexts) + len(works)) as progress:

@@ -21,6 +21,7 @@ def generate(
     """Steps of generate() from a full cache, at each context and batch: tokens per second and memory."""
     from abc_attn.bench import models as caches  # brings transformers
 
+    caches.check_control(control)
     contexts = sorted(contexts)
     rows: list[Row] = []
     steps = 3 + 2 * len(GENERATING) * len(contexts) * len(batches)
@@ -32,6 +33,7 @@ def generate(
         models: dict[str, Any] = {
             method: caches.prepare(method, copy.deepcopy(original), control) for method in GENERATING
         }
+        caches.check_fit(models["bounded"], contexts, batches, tokens)
         slots = models["bounded"].controls["self"].slots
         at_first = error(*caches.check_against_original(original, models["bounded"]))
         del original

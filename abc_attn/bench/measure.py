@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
 from abc_attn.kernels import BACKENDS
-from abc_attn.memory_limit import free_bytes
+from abc_attn.memory_limit import FLOAT, free_bytes, in_words
 
 TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, for which a time is shown
 BUDGET = 3.0  # seconds for each method: once spent, only the minimum of repetitions is still made
@@ -286,24 +286,31 @@ def available_bytes() -> int:
     return free_bytes() * 4 // 5
 
 
+def needed_bytes(work: Work) -> int:
+    """An estimate: inputs, output and their gradients; eager: scores, weights and both gradients, of which two are
+    alive forward."""
+    rows = work.batch * work.heads * work.tokens
+    scores = rows * work.tokens * (4 if work.backward else 2) if work.method == "eager" else 0
+    return FLOAT * (rows * (10 * work.width + 4 * (work.slots or 0)) + scores)
+
+
 def does_not_fit(work: Work) -> str | None:
     """Why the work does not fit into memory; None if it does."""
-    rows = work.batch * work.heads * work.tokens
-    # Inputs, output and their gradients; eager: scores, weights and both gradients, of which two are alive forward.
-    needed = 4 * rows * (10 * work.width + 4 * (work.slots or 0))
-    if work.method == "eager":
-        needed += 4 * rows * work.tokens * (4 if work.backward else 2)
-    if needed <= available_bytes():
+    if (needed := needed_bytes(work)) <= (available := available_bytes()):
         return None
-    return f"skipped: needs {needed / 1e9:.3g} GB, {available_bytes() / 1e9:.3g} GB may be used"
+    return f"skipped: needs {needed / 1e9:.3g} GB, {available / 1e9:.3g} GB may be used"
 
 
-def check_fits(work: Work) -> None:
-    """Refuse sizes that could only fail in the middle of the run."""
-    if reason := does_not_fit(work):
-        raise MemoryError(
-            f"this machine is too small for these sizes: {work.method} {reason.removeprefix('skipped: ')}"
-        )
+def check_fit(works: Sequence[Work]) -> None:
+    """Refuse sizes that could only fail in the middle of the run; baselines are skipped instead."""
+    for work in works:
+        needed, available = needed_bytes(work), available_bytes()
+        if work.ours and needed > available:
+            raise MemoryError(
+                f"this machine is too small for these sizes: {work.tokens} tokens, {work.slots} slots, width "
+                f"{work.width}, {work.heads} heads and a batch of {work.batch} take {in_words(needed)} of memory, and "
+                f"{in_words(available)} may be used"
+            )
 
 
 def peak_memory(work: Work) -> int | None:

@@ -17,9 +17,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from abc_attn.controls import make_control
 from abc_attn.hf.cache import BoundedCache, load_state, save_state
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, BoundedModel
+from abc_attn.hf.positions import band_for_slots
+from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.models.saved import load_model
 
 READ = 512  # tokens at a time
@@ -52,6 +55,11 @@ def load_original(folder: Path | None) -> PreTrainedModel:
     if type(model) not in BOUNDED or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"{folder} holds a {type(model).__name__}; an unconverted causal language model is needed")
     return model
+
+
+def check_control(control: str) -> None:
+    """Refuse a control that no model could be converted with, before one is loaded."""
+    band_for_slots(make_control(control, embed_dim=2, num_heads=1, head_dim=2, causal=True))
 
 
 def prepare(method: str, original: PreTrainedModel, control: str) -> PreTrainedModel:
@@ -153,6 +161,18 @@ def full_cache(method: str, model: PreTrainedModel, batch: int, context: int, ro
 def bytes_of_keys_and_values(model: PreTrainedModel, batch: int, tokens: int) -> int:
     config: Any = model.config
     return 2 * 4 * batch * tokens * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+
+
+def check_fit(bounded: BoundedModel, contexts: Sequence[int], batches: Sequence[int], new_tokens: int) -> None:
+    """Refuse what could only fail in the middle of the run; baselines that do not fit are skipped instead."""
+    config: Any = bounded.config
+    controls: Any = bounded.controls
+    # The whole text at once, for the check: what a layer computes from a token.
+    widths = 6 * config.hidden_size + 3 * config.intermediate_size
+    check_fits(f"a context of {max(contexts)} tokens, read at once for the check,", max(contexts) * widths * FLOAT)
+    state = controls["self"].state_bytes * config.num_hidden_layers
+    row = 2 * state + 3 * config.vocab_size * FLOAT + (max(contexts) + new_tokens) * 2 * torch.int64.itemsize
+    check_fits(f"a batch of {max(batches)}", max(batches) * row)
 
 
 def generation(

@@ -21,6 +21,10 @@ def bench(arguments: argparse.Namespace) -> None:
             paths.writable_folder(arguments.output)
         if options.get("model") is not None:
             paths.saved_model(options["model"])
+        if "control" in options:
+            from abc_attn.controls import make_control
+
+            make_control(options["control"], embed_dim=2, num_heads=1, causal=True)  # one that is unknown or too large
     try:
         with hugging_face() if arguments.benchmark == "generate" else nullcontext():
             import torch

@@ -240,8 +240,17 @@ class Linformer(Positional):
 
 def _hash(position: Tensor, seed: int) -> Tensor:
     """Well-mixed non-negative int64 from (seed, position), the same on every device: the finaliser of splitmix64."""
+    return _hash_opaque(position, seed) if torch.compiler.is_compiling() else _mix(position, seed)
+
+
+def _mix(position: Tensor, seed: int) -> Tensor:
     # int64 arithmetic wraps, as it should.
     x = (position + 1) * -7046029254386353131 + seed * 1442695040888963407 % 2**63
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return (x ^ (x >> 31 & (1 << 33) - 1)) & (2**63 - 1)
+
+
+# Not for inductor to see into: of positions that it knows it computes the products as whole numbers without an end.
+_hash_opaque = torch.library.custom_op("abc_attn::hash_positions", _mix, mutates_args=())
+_hash_opaque.register_fake(lambda position, seed: torch.empty_like(position))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
+from abc_attn.core import Band
 from abc_attn.kernels import rotate
 
 POSITIONS = ("absolute", "slot")
@@ -53,6 +54,17 @@ class Rotation(NamedTuple):
         return self.angles.rotate(q), self.angles.rotate(k), to_sinks
 
 
+def band_for_slots(control: Control) -> Band:
+    """The tokens that a control keeps whole, whose positions can be counted inside the memory."""
+    band = control.band()
+    if band is None or not band.window or band.dilation > 1:
+        raise ValueError(
+            "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
+            f"ungated, not {control.title()}; use positions='absolute'"
+        )
+    return band
+
+
 class SlotRotary(nn.Module):
     """Takes the place of a model's rotary embedding, whose frequencies it uses."""
 
@@ -67,13 +79,7 @@ class SlotRotary(nn.Module):
                 f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
                 f"{changing[0]!r}; use positions='absolute'"
             )
-        band = control.band()
-        if band is None or not band.window or band.dilation > 1:
-            raise ValueError(
-                "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
-                f"ungated, not {control.title()}; use positions='absolute'"
-            )
-        self.rotary, self.band = rotary, band
+        self.rotary, self.band = rotary, band_for_slots(control)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotation:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Memory, query_scale
+from abc_attn.core import Memory, query_scale, transformed
 from abc_attn.kernels.banded import Stretch, Token
 
 # Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
@@ -126,10 +127,35 @@ def _attend(
             later = torch.arange(sinks, device=device) > position[:, None, :, None]
             mask = mask.masked_fill(F.pad(later, (0, last - first)), -torch.inf)
         grouped = q.shape[1] != keys.shape[1]
-        out.append(
-            F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scale, enable_gqa=grouped)
-        )
+        out.append(attention(queries, keys, values, mask, dropout, scale=scale, enable_gqa=grouped))
     return torch.cat(out, dim=2)
+
+
+def attention(*given: Any, **options: Any) -> Tensor:
+    """torch's scaled_dot_product_attention; where it has no second derivatives, the error says what to use."""
+    out = F.scaled_dot_product_attention(*given, **options)
+    if torch.compiler.is_compiling() or transformed():
+        return out
+    if out.grad_fn is not None and out.grad_fn.name().startswith("ScaledDotProduct"):
+        out.grad_fn.register_hook(_refuse_the_next)
+    return out
+
+
+def _refuse_the_next(d_inputs: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    """A hook of the first derivative: where a graph is kept (create_graph), it ends here."""
+    if not torch.is_grad_enabled():
+        return d_inputs
+    return tuple(None if d_x is None else _Last.apply(d_x) for d_x in d_inputs)
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, d_x: Tensor) -> Tensor:
+        return d_x.view_as(d_x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("torch's own attention has no second derivatives: use backend='reference'")
 
 
 def _cut(sinks: Tensor, x: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[Tensor]:

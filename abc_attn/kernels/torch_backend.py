@@ -2,10 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from abc_attn.core import Memory, Reading, full_precision
-from abc_attn.kernels.blocks import band, band_step
+from abc_attn.kernels.blocks import attention, band, band_step
 from abc_attn.kernels.chunked import scan
 from abc_attn.kernels.chunked_mean import mean
 
@@ -16,7 +15,7 @@ def exact(q: Tensor, memory: Memory, seen: Tensor | None, reading: Reading) -> T
     """torch's own attention over the tokens in `seen`, `b 1 t n`; None: over those up to the query's own."""
     blind = None if seen is None else ~seen.any(-1, keepdim=True)
     with full_precision(q):
-        out = F.scaled_dot_product_attention(
+        out = attention(
             q.to(memory.k.dtype),
             memory.k,
             memory.v,

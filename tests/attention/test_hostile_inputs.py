@@ -15,10 +15,10 @@ every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
 every_backend = pytest.mark.parametrize("backend", ["auto", "torch"])
 
 
-def made(case, backend):
+def made(case, backend, causal=True):
     """fp64 where the backend has it: what is not finite may take another path, which rounds otherwise."""
     dtype = torch.float32 if backend in ("auto", "native") else torch.float64
-    return build(case, few(case), dtype=dtype, backend=backend), tokens(2, 12, dtype)
+    return build(case, few(case), causal=causal, dtype=dtype, backend=backend), tokens(2, 12, dtype)
 
 
 @every_backend
@@ -38,9 +38,12 @@ def test_the_future_does_not_matter_whatever_it_holds(case, backend):
 
 
 @every_backend
-@every_causal
-def test_padding_may_hold_anything(case, backend):
-    attention, x = made(case, backend)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_padding_may_hold_anything(case, causal, backend):
+    if causal and case not in CAUSAL:
+        pytest.skip("not an online control")
+    attention, x = made(case, backend, causal)
     padding = torch.zeros(2, 12, dtype=torch.bool)
     padding[0, :3] = padding[1, 7:] = True
     expected = attention(x, key_padding_mask=padding)
@@ -80,20 +83,41 @@ def test_transforms_of_functions(control):
     torch.testing.assert_close(each, expected)
 
 
-def test_second_derivatives_are_given_or_refused_with_a_reason():
-    def twice(backend: str, **options):
-        attention = BoundedAttention(16, 2, "mlp:4", causal=True, backend=backend, **options)
-        x = torch.randn(1, 7, 16, requires_grad=True)
-        (first,) = torch.autograd.grad(attention(x).sin().sum(), x, create_graph=True)
-        return torch.autograd.grad(first.sum(), x)
+def second(control, backend, **options):
+    attention = BoundedAttention(16, 2, control, causal=True, backend=backend, **options)
+    x = torch.randn(1, 7, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(attention(x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
 
-    twice("torch")
-    twice("torch", gate=True)
+
+def test_second_derivatives_are_given_or_refused_with_a_reason():
+    second("mlp:4", "torch")
+    second("mlp:4", "torch", gate=True)
     if "native" in BACKENDS:
         with pytest.raises(NotImplementedError, match="no second derivatives: use backend='torch'"):
-            twice("native")
+            second("mlp:4", "native")
     with pytest.raises(NotImplementedError, match=r"under torch\.func only"):
-        twice("reference", gate=True)
+        second("mlp:4", "reference", gate=True)
+
+
+@every_causal
+def test_second_derivatives_are_never_an_error_of_torch(case):
+    attention, x = made(case, "auto")
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(attention(x).sin().sum(), x, create_graph=True)
+    try:
+        (found,) = torch.autograd.grad(first.sum(), x)
+    except NotImplementedError as refusal:
+        assert "second derivatives" in str(refusal)  # noqa: PT017
+    else:
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("control", ["softmax", "window:4", "dilated:3", "global:2+window:3"])
+def test_second_derivatives_where_torch_has_none(control):
+    with pytest.raises(NotImplementedError, match="no second derivatives: use backend='reference'"):
+        second(control, "torch")
+    assert second(control, "reference").isfinite().all()
 
 
 @pytest.mark.parametrize("value", ["x", True, float("nan"), float("inf")])

@@ -13,7 +13,6 @@ from functools import partial
 
 import pytest
 import torch
-from command_line import refused_in_one_line
 
 from abc_attn import bench, mlp_attention
 from abc_attn.bench import measure
@@ -380,11 +379,6 @@ def test_peak_memory_of_generating_is_that_of_the_cache(llama, forkserver):
         for method in ("dynamic", "preallocated")
     }
     assert 51e6 < sizes["preallocated"] < 60e6 < sizes["dynamic"] < 90e6
-
-
-def test_sizes_that_do_not_fit_are_refused(capsys):
-    """Other mistakes are in test_cli.py."""
-    refused_in_one_line(["bench", "scaling", "--tokens", str(10**15)], "too small for these sizes", capsys)
 
 
 def test_without_matplotlib_the_figures_are_still_written(tmp_path, no_plot, capsys):

@@ -39,7 +39,7 @@ MISTAKES = [
     ("demo --output no/such/folder/demo.html", "no/such/folder/demo.html cannot be written"),
     ("bench", "benchmark"),
     ("bench opp", "'opp'"),
-    ("bench op --tokens 0", "a whole number from 1 is needed, got '0'"),
+    ("bench op --tokens 0", "a whole number from 1 to 100000000 is needed, got '0'"),
     ("bench op --tokens", "--tokens"),
     ("bench op --slots -3", "got '-3'"),
     ("bench op --output /dev/null/results", "/dev/null is not a folder"),

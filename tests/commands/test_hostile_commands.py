@@ -10,6 +10,7 @@ import lzma
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,19 +107,95 @@ def test_models_and_batches_that_cannot_be_held_are_refused(place, monkeypatch, 
     refused_in_one_line(["train", "tiny.yaml", "control=mlp:1000000000000"], "of memory, and this machine has", capsys)
 
 
+BENCHMARKS = ("op", "decode", "encode", "scaling", "generate")
+ABSURD = [
+    *((f"{name} --repetitions {given}", f"from 1 to 1000000 is needed, got '{given}'") for name in BENCHMARKS
+      for given in ("0", "-1", "1.5", "10000000")),
+    *((f"{name} --threads {given}", f"from 1 to 1024 is needed, got '{given}'") for name in BENCHMARKS
+      for given in ("0", "-1", "1000000000")),
+    *((f"{name} --{size} {given}", f"argument --{size}: a whole number from 1 to 1000000 is needed, got '{given}'")
+      for name in BENCHMARKS[:4] for size in ("slots", "width", "heads") for given in ("0", "-7", "1000000000")),
+    *((f"{name} --tokens {given}", f"from 1 to 100000000 is needed, got '{given}'")
+      for name in ("op", "encode", "scaling") for given in ("0", "-1", "x", "1000000000000")),
+    *((f"{name} --batch 0", "from 1 to 1000000 is needed, got '0'") for name in ("decode", "encode")),
+    ("op --tokens 512 0", "got '0'"),
+    ("op --slots 64 -1", "got '-1'"),
+    ("op --slots " + "9" * 5000, "a whole number from 1 to"),
+    ("decode --contexts 1000000000000", "a whole number from 2 to 10000000 is needed, got '1000000000000'"),
+    ("decode --contexts 512 1", "a whole number from 2 to 10000000 is needed, got '1'"),
+    ("generate --contexts 10000000", "a whole number from 2 to 1000000 is needed, got '10000000'"),
+    ("generate --batches 1 1000000000000", "a whole number from 1 to 1000000 is needed, got '1000000000000'"),
+    ("generate --tokens 1000000000000", "a whole number from 1 to 10000 is needed, got '1000000000000'"),
+    ("generate --tokens 0", "a whole number from 1 to 10000 is needed, got '0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_of_absurd_sizes_are_refused_at_once(name, monkeypatch, capsys):
+    monkeypatch.setattr("abc_attn.bench.run_bench", None)  # would fail if it were called
+    lines = [(line, said) for line, said in ABSURD if line.startswith(name)]
+    assert len(lines) > 8
+    for line, said in lines:
+        refused_in_one_line(["bench", *line.split()], said, capsys)
+    refused_in_one_line(["demo", "--threads", "1000000000"], "a whole number from 1 to 1024 is needed", capsys)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("bench op --tokens 1000000000000000", "this machine is too small for these sizes"),
-        ("bench encode --heads 1000000000000", "this machine is too small for these sizes"),
-        ("bench decode --contexts 1000000000000", "a whole number from 2 to 100000000 is needed"),
-        ("bench scaling --threads 1000000000", "a whole number from 1 to 1024 is needed"),
-        ("demo --threads 1000000000", "a whole number from 1 to 1024 is needed"),
-        ("bench op --slots " + "9" * 5000, "a whole number from 1 to"),
+        ("op --tokens 100000000", "100000000 tokens, 64 slots, width 64, 8 heads and a batch of 1 take 2.87 TB"),
+        ("op --tokens 16 100000000 --heads 1000000", "1000000 heads"),
+        ("op --tokens 16 --slots 8 1000000 --width 1000000", "16 tokens, 8 slots, width 1000000"),
+        ("op --tokens 16 --slots 8 1000000 --heads 8", "16 tokens, 1000000 slots"),
+        ("encode --heads 1000000", "1000000 heads"),
+        ("encode --batch 1000000", "a batch of 1000000"),
+        ("encode --slots 64 1000000", "1000000 slots"),
+        ("scaling --tokens 1024 100000000", "100000000 tokens"),
+        ("scaling --slots 1000000", "1000000 slots"),
+        ("decode --heads 1000000", "1000000 heads"),
+        ("decode --slots 1000000", "1000000 slots"),
+        ("decode --batch 1000000", "a batch of 1000000"),
     ],
 )
-def test_benchmarks_of_absurd_sizes_are_refused(line, said, capsys):
-    refused_in_one_line(line.split(), said, capsys)
+def test_benchmarks_that_do_not_fit_are_refused_before_they_start(line, said, monkeypatch, capsys):
+    monkeypatch.setattr("abc_attn.bench.measure.free_bytes", lambda: 10**10)
+    monkeypatch.setattr("abc_attn.bench.Progress", None)  # would fail if it were called
+    refused_in_one_line(["bench", *line.split()], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--control window:1000000000000", "the state of control 'window:1000000000000'"),
+        ("--control mlp:0", "slots"),
+        ("--control nothing", "unknown control 'nothing'"),
+        ("--control mlp:4", "positions='slot' is for tokens kept whole"),
+        (
+            "--contexts 8 1000000",
+            "a context of 1000000 tokens, read at once for the check, would take 576 MB of memory",
+        ),
+        ("--batches 1 1000000", "a batch of 1000000 would take"),
+    ],
+)
+def test_generating_that_does_not_fit_is_refused_before_it_starts(line, said, monkeypatch, capsys):
+    monkeypatch.setattr("abc_attn.memory_limit.free_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("abc_attn.bench.models.check_against_original", None)
+    control = [] if "--control" in line else ["--control", "window:4"]
+    refused_in_one_line(
+        ["bench", "generate", "--model", str(folders()["llama"]), *control, *line.split()], said, capsys
+    )
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_that_could_not_be_written_are_refused_before_they_start(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("abc_attn.bench.run_bench", None)
+    (tmp_path / "file").touch()
+    refused_in_one_line(["bench", name, "--output", str(tmp_path / "file")], "file is not a folder", capsys)
+    refused_in_one_line(["bench", name, "--output", str(tmp_path / "file/x")], "file is not a folder", capsys)
+    if Path("/proc").is_dir():  # where not even root can write
+        for folder in ("/proc", "/proc/new/folder"):
+            refused_in_one_line(["bench", name, "--output", folder], "/proc is not writable", capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("temperature", ["1e-45", "1e-300", "5e-324", "1e-3"])
