@@ -39,8 +39,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
     control, slots, control_options: see BoundedAttention; control may be a list, one per layer, such as
     ["window:16", "window:112"].
     num_key_value_heads: fewer than num_attention_heads share keys and values among heads; or a list, one per layer.
-    positions: "sinusoids" are added to the word vectors; "rotary" turns queries and keys; "none" leaves the order to the
-    control, which knows it if it forgets (a gate, `slots`) or keeps the last tokens (`window`).
+    positions: "sinusoids" are added to the word vectors; "rotary" rotates queries and keys; "none" leaves the order to
+    the control, which knows it if it forgets (a gate, `slots`) or keeps the last tokens (`window`).
     position_period: None for plain sinusoids. With a number, every sinusoid's period divides it: positions run in a
     circle of that many tokens, and a long text meets no position that training has not. In training, a text without a
     past starts anywhere in the circle. A multiple of the training length is sensible.
@@ -97,8 +97,10 @@ class AdaptiveLMConfig(PreTrainedConfig):
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
         if self.positions != "sinusoids" and (self.position_period is not None or self.local_heads):
-            given = f"position_period={self.position_period} and local_heads={self.local_heads}"
-            raise ValueError(f"{given} are for positions='sinusoids', got positions={self.positions!r}: leave them out")
+            raise ValueError(
+                f"position_period={self.position_period} and local_heads={self.local_heads} are for "
+                f"positions='sinusoids', got positions={self.positions!r}: leave them out"
+            )
         if self.positions == "rotary" and self.hidden_size // self.num_attention_heads % 2:
             raise ValueError(
                 f"rotary positions need heads of even width, got {self.hidden_size} / {self.num_attention_heads}"

@@ -170,6 +170,39 @@ def test_all_but_the_control_starts_alike(tie_control):
     assert 0.5 < gated.control.proj.weight.std() * 32**0.5 < 2
 
 
+@pytest.mark.parametrize("positions", ["rotary", "none"])
+@pytest.mark.parametrize("control", ["softmax", "window:4", "slots:8"])
+def test_other_positions_in_pieces_and_under_padding(positions, control):
+    model = tiny(control, positions=positions).double().eval()
+    words = torch.randint(1, 97, (2, 12))
+    whole = model(words).logits
+    first = model(words[:, :7], use_cache=True)
+    later = model(words[:, 7:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(later, whole[:, 7:], rtol=0, atol=1e-9)
+    mask = F.pad(torch.ones_like(words), (4, 0))
+    torch.testing.assert_close(model(F.pad(words, (4, 0)), attention_mask=mask).logits[:, 4:], whole, rtol=0, atol=1e-9)
+
+
+def test_rotary_positions_tell_distances_alone():
+    """The same words further on in a text, of which a window sees nothing more, have the same logits."""
+    model = tiny("window:4", positions="rotary", num_hidden_layers=1).double().eval()
+    words = torch.randint(1, 97, (1, 9))
+    before = torch.randint(1, 97, (1, 20))
+    late = model(torch.cat([before, words], dim=1)).logits[:, -6:]
+    torch.testing.assert_close(late, model(words).logits[:, -6:], rtol=0, atol=1e-9)
+    shuffled = model(words[:, [1, 0, *range(2, 9)]]).logits[:, 3]  # all four that the window sees, in another order
+    assert (shuffled - model(words).logits[:, 3]).abs().max() > 1e-3
+
+
+def test_without_positions_exact_attention_knows_no_order_and_a_gate_does():
+    words = torch.randint(1, 97, (1, 9))
+    swapped = words[:, [1, 0, *range(2, 9)]]
+    for control, moves in (("softmax", False), ("slots:8", True)):
+        model = tiny(control, positions="none", num_hidden_layers=1).double().eval()
+        apart = (model(swapped).logits - model(words).logits)[:, -1].abs().max()
+        assert (apart > 1e-6) == moves, control
+
+
 def test_positions_run_in_a_circle():
     model = tiny(position_period=64).eval()
     position = torch.arange(64)[None]
@@ -231,6 +264,9 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"hidden_size": 4}, "no width"),
         ({"dropout": 1.0}, "dropout must be in"),
         ({"position_period": 1}, "position_period"),
+        ({"positions": "alibi"}, "sinusoids, rotary, none"),
+        ({"positions": "none", "local_heads": 2}, "local_heads=2 are for positions='sinusoids'"),
+        ({"positions": "rotary", "position_period": 64}, "position_period=64"),
         ({"local_heads": 5}, "num_attention_heads=4"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"control": "luna"}, "cannot be causal"),
