@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from abc_attn.data import Corpus, Source
 
 STREAM, WHOLE_STREAM = "stream", "whole stream"
+ALONE = " alone"  # "64 alone": with hardly more context than 64 tokens ...
+SCORED_TOGETHER = 32  # ... for so many are scored in a window
 SCORED = ("validation", "test")
 
 
@@ -67,11 +69,12 @@ class LanguageModelling(AdaptiveTask):
 
         for name in names:
             split, _, how = name.partition("/")
-            context = how.isdecimal() and int(how) < PAPERS_WINDOW
+            tokens = how.removesuffix(ALONE)
+            context = tokens.isdecimal() and int(tokens) < PAPERS_WINDOW
             if split not in SCORED or not (context or how in (STREAM, WHOLE_STREAM)):
                 raise ValueError(
                     f"no score {name!r}: it is validation or test, a slash, and tokens of context (from 0 to "
-                    f"{PAPERS_WINDOW - 1}), {STREAM!r} or {WHOLE_STREAM!r}"
+                    f'{PAPERS_WINDOW - 1}; "64{ALONE}" for hardly more than that), {STREAM!r} or {WHOLE_STREAM!r}'
                 )
 
     def open(self) -> None:
@@ -133,8 +136,11 @@ class LanguageModelling(AdaptiveTask):
         return {"loss": float(nll.mean()), "perplexity per word": perplexity(nll, words)}
 
     def scores(self, model: PreTrainedModel, names: Sequence[str]) -> Figures:
-        """Perplexity per word. "test/480": after 480 tokens of context. "test/stream": read once from end to end; the
-        figure is of the tokens that the scores with context are of. "test/whole stream": of all tokens."""
+        """Perplexity per word. "test/480": after 480 tokens of context, in windows as long as the paper's.
+
+        "test/64 alone": in windows of 64 tokens and the 32 that are scored. "test/stream": read once from end to end;
+        the figure is of the tokens that the scores with context are of. "test/whole stream": of all tokens.
+        """
         from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
 
         figures: Figures = {}
@@ -144,7 +150,9 @@ class LanguageModelling(AdaptiveTask):
             streams = [how for how in wanted if how in (STREAM, WHOLE_STREAM)]
             for how in (how for how in wanted if how not in streams):
                 started = time.monotonic()
-                nll = token_nll(model, tokens, window=PAPERS_WINDOW, context=int(how))
+                context = int(how.removesuffix(ALONE))
+                window = context + SCORED_TOGETHER if how.endswith(ALONE) else PAPERS_WINDOW
+                nll = token_nll(model, tokens, window=window, context=context)
                 figures[f"{split}/{how}"] = perplexity(nll, words)
                 _say(split, f"{how} tokens of context", figures[f"{split}/{how}"], started)
             if streams and not can_stream(model):

@@ -23,6 +23,7 @@ _SCORED_ITEMS = 256
 @dataclass(frozen=True)
 class Settings(base.Settings):
     items: int = setting(32, "how much there is to remember", minimum=1)
+    filler: int = setting(0, "words without meaning, among which the items are at random places", minimum=0)
 
 
 class Synthetic(AdaptiveTask):
@@ -44,7 +45,7 @@ class Synthetic(AdaptiveTask):
             raise ValueError(f"no score {unknown[0]!r}: there is accuracy")
 
     def length(self) -> int:
-        return 4 * self.settings.items  # at most: a pair, and again
+        return 4 * self.settings.items + self.settings.filler  # at most: a pair, and again
 
     def words(self) -> int:
         return self.vocab_size
@@ -79,11 +80,11 @@ class Recall(Synthetic):
     def _items(self, total: int, seed: int) -> synthetic.Sequences:
         from abc_attn.data import Recall
 
-        return Recall(self.settings.items, self.vocab_size, total, seed)
+        return Recall(self.settings.items, self.vocab_size, total, seed, self.settings.filler)
 
 
 class Copy(Synthetic):
     def _items(self, total: int, seed: int) -> synthetic.Sequences:
         from abc_attn.data import Copy
 
-        return Copy(self.settings.items, self.vocab_size, total, seed)
+        return Copy(self.settings.items, self.vocab_size, total, seed, self.settings.filler)

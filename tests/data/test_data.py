@@ -4,6 +4,7 @@ import lzma
 
 import numpy as np
 import pytest
+import torch
 
 from abc_attn.data import Copy, Recall, Segments, Source, build_corpus, find_files
 
@@ -159,6 +160,30 @@ def test_recall_asks_for_the_value_of_each_key():
     assert dict(asked) == value
     with pytest.raises(ValueError, match="vocab_size of at least 10"):
         Recall(items=5, vocab_size=9, total=1, seed=0)
+    with pytest.raises(ValueError, match="and 8 more for filler"):
+        Recall(items=5, vocab_size=10, total=1, seed=0, filler=3)
+
+
+@pytest.mark.parametrize("sequences", [Recall, Copy])
+def test_filler_stands_between_items_and_changes_no_answer(sequences):
+    places = set()
+    for index in range(20):
+        item = sequences(items=5, vocab_size=28, total=20, seed=1, filler=7)[index]
+        words = torch.cat([item["input_ids"], item["shift_labels"][-1:]])
+        filler = words >= 20
+        assert filler.sum() == 7
+        asked = torch.cat([torch.tensor([False]), item["shift_labels"] != -100])
+        assert not (asked & filler).any()
+        left, answers = words[~filler], words[asked]
+        half = len(left) // 2
+        if sequences is Copy:
+            assert left[:half].tolist() == left[half + 1 :].tolist() == answers.tolist()
+        else:
+            value = dict(left[:half].view(-1, 2).tolist())
+            assert [value[int(key)] for key in left[half::2]] == answers.tolist()
+            assert not (filler[1:] & (words[:-1] < 10)).any()  # a value follows its key at once
+        places.add(tuple(filler.nonzero()[:, 0].tolist()))
+    assert len(places) == 20  # no two alike
 
 
 def test_copy_asks_for_every_word_again():
