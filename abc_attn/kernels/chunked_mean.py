@@ -54,6 +54,7 @@ from abc_attn.normaliser import log_in_unit, unit, weights_of
 # as large as a later one, and exp(60) is well inside the range of fp32.
 RANGE = 30.0
 
+OUTPUTS = 5  # of _Mean, that have gradients
 CHUNK, LEAST_CHUNK = 64, 8  # tokens; fewer than 64 where much is forgotten
 
 # Chunks in a block, over all rows together: at 64, an array of 64 x 64 for each takes a megabyte. A dozen such arrays
@@ -168,10 +169,10 @@ def _in_unit(
         run = (
             _Mean.apply if saves else _Mean.forward
         )  # for a short text, autograd's bookkeeping would take most of the time
-    out, *last = run(*tokens, *state, how._replace(saves=saves))[:4]
-    sums_k, sums_v, end = (x.unflatten(0, (b, h)) for x in last)
+    out, *last = run(*tokens, *state, how._replace(saves=saves))[:OUTPUTS]
+    sums_k, sums_v, end, size_of_sums = (x.unflatten(0, (b, h)) for x in last)
     out = out.flatten(2, 3).unflatten(0, (b, h)).flatten(1, 2)[:, :, :t]
-    after = log_in_unit(end, torch.zeros_like(log_total) if top is None else top)
+    after = log_in_unit(size_of_sums, torch.zeros_like(log_total) if top is None else top)
     kept = total if log_keep is None else total * log_keep.double().sum(2).exp()
     return out, _means(memory, sums_k.mT, sums_v, kept, end), after
 
@@ -191,7 +192,8 @@ def _means(old: Memory, sums_k: Tensor, sums_v: Tensor, total: Tensor, end: Tens
     """The memory of means, from sums that grew to `end`, of which `total` is left of what was there (b h n, fp64)."""
     share = end.masked_fill(end == 0, 1).reciprocal()
     k, v = (x * share[..., None].to(x.dtype) for x in (sums_k, sums_v))
-    mass = (old.mass * total + (end - total)) * share
+    # 1, but for a part of what was there before that is not a mean.
+    mass = ((old.mass - 1) * total * share + 1).masked_fill(end == 0, 0)
     return Memory(k.to(old.k.dtype), v.to(old.v.dtype), mass.to(old.mass.dtype), old.used | (end != 0))
 
 
@@ -220,8 +222,12 @@ class _Text(NamedTuple):
 
 
 class _Mean(torch.autograd.Function):
-    """From a _Text: the outputs `r g m c e`, the last sums_k, sums_v and total; and, without gradients, those before
-    each block."""
+    """From a _Text: the outputs `r g m c e`, the last sums_k, sums_v and total; the total once more, for its logarithm;
+    and, without gradients, the sums before each block.
+
+    Twice, because the gradient of a fade needs to know what the logarithm's gradient is: the means do not change if all
+    sums are scaled alike, and what their gradients say of that would be a difference of large numbers.
+    """
 
     @staticmethod
     def forward(*text: Any) -> tuple[Tensor, ...]:
@@ -234,20 +240,22 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.how = inputs
-        ctx.save_for_backward(*tensors, *output[4:])
+        ctx.save_for_backward(*tensors, *output[OUTPUTS:])
         _, k, v, log_weights, _, *first, _, fade, _ = ctx.needs_input_grad
         log_weights = log_weights or fade
-        of_state = zip((k, v, False), first, output[1:4], strict=True)  # no state depends on q
-        ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[4:])
+        of_state = zip((k, v, False, False), (*first, first[2]), output[1:OUTPUTS], strict=True)  # none depends on q
+        ctx.mark_non_differentiable(*(x for a, b, x in of_state if not (a or b or log_weights)), *output[OUTPUTS:])
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing refuses a second access
         inputs = len(_Text._fields) - 1
-        text, d_output = _Text._make((*saved[:inputs], ctx.how)), d_output[:4]
+        text, d_output = _Text._make((*saved[:inputs], ctx.how)), d_output[:OUTPUTS]
         again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in saved[:inputs])
         with full_precision(text.v):  # a backward pass may be called under autocast
-            return _gradient_of(text, *d_output) if again else _backward(text, saved[inputs:], *d_output)
+            if again:
+                return _gradient_of(text, *d_output)
+            return _backward(text, saved[inputs:], *d_output[:-1], d_size=d_output[-1])
 
 
 def _forward(text: _Text, scratch: _Scratch) -> tuple[Tensor, ...]:
@@ -268,12 +276,12 @@ def _forward(text: _Text, scratch: _Scratch) -> tuple[Tensor, ...]:
         if block.chunks.stop >= m:
             for end, found in zip(last, (now_k, now_v, now), strict=True):
                 end[block.rows] = found
-    return out, *last, *starts
+    return out, *last, last[2].clone(), *starts
 
 
 def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient by autograd, for callers that differentiate it again."""
-    outputs = _forward(text, _Scratch(reuse=False))[:4]
+    outputs = _forward(text, _Scratch(reuse=False))[:OUTPUTS]
     given = [(x, d) for x, d in zip(outputs, d_output, strict=True) if x.requires_grad]
     needed = {i: x for i, x in enumerate(text) if isinstance(x, Tensor) and x.requires_grad}
     outputs, d_output = zip(*given, strict=True)
@@ -281,19 +289,25 @@ def _gradient_of(text: _Text, *d_output: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(dict(zip(needed, found, strict=True)).get(i) for i in range(len(text)))
 
 
-def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Tensor, d_size: Tensor
+) -> tuple[Tensor | None, ...]:
     d_out = d_out.permute(2, 0, 1, 3, 4)
     m, rows, groups, size, _ = text.q.shape
     d_q, d_k, d_v, d_log_weights = (torch.empty_like(x) for x in text[:4])
     d_first = [torch.empty_like(x) for x in d_last]
     scratch = _Scratch()
     upper = d_out.new_ones(size, size).triu()
+    d_scale = torch.empty_like(d_size)  # of the logarithm of all sums alike, after the last token
     for i, block in reversed(list(enumerate(_blocks(m, rows, d_out.device)))):
         if block.chunks.stop >= m:
             d_now_k, d_now_v, d_now = (_own(x[block.rows]) for x in d_last)
+            d_now += d_size[block.rows]
         first_k, first_v, first = starts[3 * i : 3 * i + 3]
         kept = block.kept(text.fade)
-        x, _ = _find(block, text, first_k, first, kept, scratch)
+        x, after = _find(block, text, first_k, first, kept, scratch)
+        if block.chunks.stop >= m:
+            d_scale[block.rows] = d_size[block.rows] * after
 
         # o = u V,  u = p / A
         values = _meet("v", x.u, x.weights, block.take("v", text.v, scratch), first_v, _each(kept, -1), scratch)
@@ -327,11 +341,10 @@ def _backward(text: _Text, starts: Sequence[Tensor], d_out: Tensor, *d_last: Ten
                 end[block.rows] = found
     d_fade = None
     if text.fade is not None:
-        # A fade adds to the logarithms of all earlier weights, and of the sums that were there first.
-        d_k_first, d_v_first, d_first_total = d_first
-        first = (d_k_first * text.sums_k).sum(1) + (d_v_first * text.sums_v).sum(2) + d_first_total * text.total
-        each = d_log_weights.sum((2, 3), dtype=torch.float64)  # m r n
-        d_fade = (first + each.cumsum(0) - each).to(text.fade.dtype)
+        # A fade adds to the logarithms of all earlier weights and of the sums that were there first: what those of all
+        # weights do together, less what the later ones do.
+        later = d_log_weights.sum((2, 3), dtype=torch.float64).flip(0).cumsum(0).flip(0)  # m r n
+        d_fade = (d_scale - later).to(text.fade.dtype)
         d_fade = d_fade.sum(-1, keepdim=True) if text.fade.shape[-1] < d_fade.shape[-1] else d_fade
     return d_q, d_k, d_v, d_log_weights, None, *d_first, None, d_fade, None
 
