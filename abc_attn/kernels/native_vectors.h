@@ -3,6 +3,7 @@
 
 typedef float vec __attribute__((vector_size(4 * VL), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * VL), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(4 * VL), aligned(4)));
 
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec x) { *(vec *)p = x; }
@@ -94,9 +95,9 @@ static inline float forgotten(float x) { return x > -0.5f ? small_forgotten(x) :
 // log(1 - exp(x)) for x <= 0; -inf where 1 - exp(x) is no normal number.
 // log(y) = k log 2 + log(m) with m in [sqrt(1/2), sqrt(2)): a polynomial for log(m).
 __attribute__((always_inline)) static inline vec log_forgotten(vec x) {
-    const vec y = forgotten(x);
-    ivec k = (((ivec)y - (ivec)splat(0.70710678f)) >> 23);
-    vec f = (vec)((ivec)y - (k << 23)) - 1.0f, square = f * f;
+    const vec share = forgotten(x), y = share < splat(LEAST) ? splat(LEAST) : share;  // NaN stays NaN
+    const ivec k = (ivec)((uvec)y - (uvec)splat(0.70710678f)) >> 23;
+    vec f = (vec)((uvec)y - ((uvec)k << 23)) - 1.0f, square = f * f;
     vec p = splat(7.0376836292e-2f);
     p = p * f - 1.1514610310e-1f;
     p = p * f + 1.1676998740e-1f;
@@ -108,7 +109,7 @@ __attribute__((always_inline)) static inline vec log_forgotten(vec x) {
     p = p * f + 3.3333331174e-1f;
     const vec exponent = __builtin_convertvector(k, vec);
     const vec rest = p * f * square + exponent * -2.12194440e-4f - 0.5f * square;
-    return y < splat(LEAST) ? splat(-INFINITY) : f + rest + exponent * 0.693359375f;
+    return share < splat(LEAST) ? splat(-INFINITY) : f + rest + exponent * 0.693359375f;
 }
 
 // exp(x) / (1 - exp(x)) for x <= 0: minus the derivative of log_forgotten. 0 where that is -inf.
