@@ -397,7 +397,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale may lack letters of a path or of a generated text
             stream.reconfigure(errors="backslashreplace")
-    parsed = make_parser().parse_args(arguments)
+    parser = make_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if "overrides" in parsed and all("=" in word[1:] and not word.startswith("-") for word in rest):
+        parsed.overrides += map(key_value, rest)  # argparse takes them in one place: not after another option
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         parsed.run(parsed)
         sys.stdout.flush()

@@ -52,6 +52,10 @@ MISTAKES = [
     ("train {}/text.txt", "text.txt must be a mapping of keys to values"),
     ("train table1a/small/mlp-64 slots={", "is not a YAML value"),
     ("train table1a/small/mlp-64 slots", "key=value is needed, got 'slots'"),
+    ("train table1a/small/mlp-64 --resume slots={", "is not a YAML value"),  # changes may follow an option
+    ("train table1a/small/mlp-64 --resume slots", "unrecognized arguments: slots"),
+    ("train table1a/small/mlp-64 --resume =3", "unrecognized arguments: =3"),
+    ("evaluate {}/model slots=3", "unrecognized arguments: slots=3"),
     ("train table1a/small/mlp-64 --import {}/nowhere.py", "there is no such Python file (tried "),
     ("reproduce table9", "no table 'table9'; there are "),
     ("reproduce table1a --recipes {}/nowhere", "no folder of recipes at"),
