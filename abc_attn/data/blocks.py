@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from abc_attn.data.synthetic import IGNORED
 from abc_attn.data.text import find_file
 from abc_attn.files import check_checksums, whole_folder, write_checksums
 from abc_attn.paths import text_lines
@@ -208,7 +209,7 @@ class MaskedBlocks(Dataset[dict[str, Tensor]]):
         self.collator.generator = torch.Generator().manual_seed(seed)
         while True:
             read, labels = self.collator.torch_mask_tokens(ids.clone()[None], special_tokens_mask=special[None])
-            if bool((labels != -100).any()) or not self.collator.mlm_probability:
+            if bool((labels != IGNORED).any()):
                 return {"input_ids": read[0], "labels": labels[0]}
 
 

@@ -19,7 +19,7 @@ from abc_attn.report.plots import check_plot
 from abc_attn.report.runs import RUNS, add_run, read_runs
 from abc_attn.tasks import get_task
 from abc_attn.training.recipe import Recipe, load_recipe
-from abc_attn.training.run import STARTED, prepare, trained_model
+from abc_attn.training.run import STARTED, prepare
 
 
 class Plan(NamedTuple):
@@ -100,7 +100,7 @@ def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
     task.check()
     if source is not None and (before is None or before.done):
         try:
-            trained_model(str(recipe.settings.init_from), Path(recipe.values["output_dir"]))
+            task.start()
         except FileNotFoundError:
             hint = "its result is recorded, but its model is not here" if before else "add it to --rows"
             raise ValueError(f"row {planned.row} starts from the trained {source}: {hint}") from None
