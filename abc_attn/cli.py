@@ -181,6 +181,14 @@ def add_train(parser: Parser) -> None:
         "TrainingArguments; an unknown key is an error that suggests close ones",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in output_dir")
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        type=key_value,
+        default=[],
+        metavar="key=[values]",
+        help="train every combination, and name the one with the best accuracy on held-out text; resumes by itself",
+    )
     add_import(parser)
 
 

@@ -29,7 +29,8 @@ def predict(model: PreTrainedModel, tokenizer: Any, encoded: Sequence[dict[str, 
     model.eval()
     order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]["input_ids"]))
     collate = DataCollatorWithPadding(tokenizer)
-    found = torch.empty(len(encoded), model.config.num_labels)
+    config: Any = model.config
+    found = torch.empty(len(encoded), config.num_labels)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         inputs = [{name: part for name, part in encoded[row].items() if name != "labels"} for row in rows]

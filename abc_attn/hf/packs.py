@@ -142,7 +142,7 @@ def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
         raise ValueError(f"{file}: its tensors are not those of such an encoder, in order: look at {sorted(wrong)[:4]}")
     for about in tensors:
         _check_tensor(file, about, expected[about["name"]])
-    words = header.get("tokenizer_len")
+    words: Any = header.get("tokenizer_len")
     if not _whole(words) or words < 0 or start + words + sum(about["len"] for about in tensors) != size:
         raise ValueError(
             f"{file} is damaged: header, tokenizer (tokenizer_len={words!r:.40}) and tensors do not add up to its "
@@ -152,7 +152,8 @@ def _header(file: Path, opened: BinaryIO) -> dict[str, Any]:
 
 
 def _check_tensor(file: Path, about: dict[str, Any], shape: tuple[int, ...]) -> None:
-    name, kind, group = about["name"], about.get("dtype"), about.get("group")
+    name, kind = about["name"], about.get("dtype")
+    group: Any = about.get("group")
     if about.get("shape") != [*shape]:
         raise ValueError(f"{file}: {name} has shape {about.get('shape')!r:.40}, and arch asks for {[*shape]}")
     values = math.prod(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,11 +71,12 @@ class EncoderTask(Task):
     def check(self) -> None:
         """The config, and a model of it with one layer (all, if some are chosen) and few words."""
         from abc_attn.data.blocks import check_vocabulary
+        from abc_attn.hf.packs import PACKS
 
-        try:
-            start = self.start()
-        except FileNotFoundError:  # not trained or not installed yet: `prepare` says so, once all else is right
-            start = None
+        start = None
+        if self.settings.init_from not in PACKS:  # that would be unpacked
+            with suppress(FileNotFoundError):  # not trained yet: `prepare` says so, once all else is right
+                start = self.start()
         if self.settings.init_from is None:
             check_vocabulary(self.model_values.get("vocab_size"))
         config, kind = self._config(start)
