@@ -16,12 +16,13 @@ from abc_attn.commands.about import controls, env
 from abc_attn.commands.bench import bench
 from abc_attn.commands.chat import chat
 from abc_attn.commands.demo import demo
+from abc_attn.commands.encoders import classify
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
 from abc_attn.commands.training import average, list_recipes, report, reproduce, train
 from abc_attn.commands.translation import translate
 from abc_attn.provenance import installed
-from abc_attn.tasks import TRANSLATION, keys_help
+from abc_attn.tasks import CLASSIFICATION, MASKED_LM, TRANSLATION, keys_help
 
 MOST_THREADS = 1024  # torch would start any number of them
 LONGEST_CONTEXT = 10**8  # tokens that a benchmark reads before it measures
@@ -130,6 +131,7 @@ def make_parser() -> Parser:
     add_chat(add(chat, "talk with a model, in constant memory", "abc-attn chat smollm2-bounded"))
     add_evaluate(add(evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"))
     add_translate(add(translate, "translate lines or documents", "abc-attn translate runs/en-de < news.en > news.de"))
+    add_classify(add(classify, "label lines of text", "abc-attn classify runs/reviews < reviews.txt"))
     mean = add(
         average, "average the weights of checkpoints", "abc-attn average runs/en-de --last 5 --output en-de-mean"
     )
@@ -278,10 +280,17 @@ def add_sampling(parser: Parser) -> None:
 
 
 def add_evaluate(parser: Parser) -> None:
-    parser.add_argument("model", type=Path, help="folder of a causal language model or a translator, converted or not")
-    tasks = ("perplexity", TRANSLATION)
+    parser.add_argument("model", type=Path, help="folder of a language model, a translator or a classifier")
+    tasks = ("perplexity", TRANSLATION, MASKED_LM, CLASSIFICATION)
     parser.add_argument("--task", choices=tasks, default=tasks[0], help="what to measure (default: %(default)s)")
-    parser.add_argument("--file", type=Path, help="a text file, UTF-8")
+    parser.add_argument("--file", type=Path, help="a text file, UTF-8; labelled texts for a classifier")
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=["text", "label"],
+        metavar="NAME",
+        help="of a file of labelled texts: one or two texts, and the label (default: text label)",
+    )
     parser.add_argument("--source", type=Path, help="a text file to translate, a sentence a line")
     parser.add_argument("--reference", type=Path, help="its translation, as many lines")
     parser.add_argument(
@@ -303,6 +312,11 @@ def add_evaluate(parser: Parser) -> None:
 def add_translate(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="folder of a translator (...ForConditionalGeneration)")
     add_search(parser)
+    add_import(parser)
+
+
+def add_classify(parser: Parser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a classifier (...ForSequenceClassification)")
     add_import(parser)
 
 

@@ -91,7 +91,7 @@ def build_text(
             assert vocab_size is not None
             tokenizer = learn_tokenizer(paragraphs(files["train"]), vocab_size)
         for split in READ:
-            np.save(partial / f"{split}.npy", _encode(files[split], split, tokenizer))
+            np.save(partial / f"{split}.npy", encode_files(files[split], split, tokenizer))
         tokenizer.save_pretrained(partial)
         write_checksums(_CHECKSUMS, partial, partial.iterdir())
     return EncodedText.open(folder)
@@ -154,7 +154,8 @@ def check_vocabulary(vocab_size: int | None) -> None:
         )
 
 
-def _encode(files: Sequence[Path], split: str, tokenizer: Any) -> np.ndarray:
+def encode_files(files: Sequence[Path], split: str, tokenizer: Any) -> np.ndarray:
+    """The tokens of some files, in a row. split: what they are called in an error."""
     small = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     end, parts, lines = tokenizer.sep_token_id, [], paragraphs(files)
     while batch := list(islice(lines, _LINES_AT_A_TIME)):

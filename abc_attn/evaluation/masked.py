@@ -23,6 +23,16 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
+@torch.no_grad()
+def scale_new_head(model: PreTrainedModel) -> None:
+    """Let a head that was never trained start with logits of deviation 1, however large the embeddings are."""
+    embeddings: Any = model.get_input_embeddings()
+    deviation = float(embeddings.weight.std()) * embeddings.weight.shape[1] ** 0.5
+    for module in head_of(model).modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1 / deviation)
+
+
 class MaskedOnly:
     """Lets a model's head see the tokens that have a label, and no other: about a seventh of them, for the same loss.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abc_attn.paths import saved_model
 from abc_attn.tasks import base
 from abc_attn.tasks.base import Figures, TrainingSet, setting
 from abc_attn.tasks.encoder import EncoderTask
@@ -108,9 +109,11 @@ class MaskedLM(EncoderTask):
         return self.text.fingerprint
 
     def build_model(self, start: Path | None) -> PreTrainedModel:
-        from abc_attn.evaluation.masked import MaskedOnly, head_of
+        from abc_attn.evaluation.masked import MaskedOnly, head_of, scale_new_head
 
         model: Any = super().build_model(start)
+        if start is not None and not str(saved_model(start).get("architectures")).endswith(f"{self.head}']"):
+            scale_new_head(model)
         MaskedOnly(model)
         if self.settings.trainable != ALL:
             chosen = head_of(model) if self.settings.trainable == HEAD else model.controls
