@@ -36,6 +36,7 @@ class Settings(base.Settings):
     label_column: str = setting("label", "the label")
     held_out: float = setting(0.1, "share of the training text that is not trained on, but scored to compare runs")
     drop_shared: bool = setting(False, "leave out training texts that are among those to be scored")
+    train_embeddings: bool = setting(True, "false: those of words stay as they are, which makes short steps faster")
     max_length: int = setting(128, "tokens of an example; what is beyond is cut off", minimum=4)
     cache_dir: str = setting("~/.cache/abc-attn", "where unpacked models are kept", place=True)
 
@@ -125,6 +126,12 @@ class Classification(EncoderTask):
     @property
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def build_model(self, start: Path | None) -> PreTrainedModel:
+        model: Any = super().build_model(start)
+        if not self.settings.train_embeddings:
+            model.get_input_embeddings().weight.requires_grad_(False)
+        return model
 
     def _encoded(self, examples: Sequence[Labelled]) -> list[dict[str, Any]]:
         from abc_attn.evaluation.classifying import encode
