@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from abc_attn.paths import saved_model
 from abc_attn.tasks import base
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("loss", "accuracy")
 ALL, HEAD, CONTROL = "all", "head", "control"
+MASKED, TRANSFER = "masked", "transfer"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Settings(base.Settings):
     trainable: str = setting(
         ALL, "all; head: everything else is frozen; control: the same", choices=(ALL, HEAD, CONTROL)
     )
+    objective: str = setting(
+        MASKED,
+        "masked: predict hidden tokens; transfer: each attention learns to give what init_from's exact one gives",
+        choices=(MASKED, TRANSFER),
+    )
     eval_blocks: int | None = setting(None, "scores are of so many blocks of the validation text", minimum=1)
 
 
@@ -48,9 +54,14 @@ class MaskedLM(EncoderTask):
     settings: Settings
     text: EncodedText
     head = "ForMaskedLM"
-    perplexity = "perplexity per masked token"
+    perplexity: ClassVar[str | None] = "perplexity per masked token"
     defaults = EncoderTask.optim | {"lr_scheduler_type": "linear", "weight_decay": 0.01}
     tiny = EncoderTask.sizes | {"data_dir": "text", "block_size": 16}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.settings.objective == TRANSFER:
+            self.perplexity = None  # type: ignore[misc] # of an error of attentions it means nothing
 
     def length(self) -> int:
         return self.settings.block_size
@@ -64,6 +75,10 @@ class MaskedLM(EncoderTask):
             raise ValueError("trainable=head needs init_from: a new model has nothing to keep")
         if self.settings.trainable == CONTROL and self.model_values.get("control") == "softmax":
             raise ValueError("trainable=control: control softmax has no weights")
+        if self.settings.objective == TRANSFER and self.settings.init_from is None:
+            raise ValueError("objective=transfer needs init_from, a model with exact attention")
+        if self.settings.objective == TRANSFER and self.settings.trainable == HEAD:
+            raise ValueError("objective=transfer is about attention: trainable must be control, or all")
         self._files()
         super().check()
 
@@ -123,6 +138,10 @@ class MaskedLM(EncoderTask):
                 raise ValueError(f"trainable={self.settings.trainable}: there are no such weights in this model")
             for weight in model.parameters():
                 weight.requires_grad_(id(weight) in kept)
+        if self.settings.objective == TRANSFER:
+            from abc_attn.models.transfer import Transfer, exact_twin
+
+            Transfer(model, exact_twin(model, start))
         return model
 
     def training_set(self, total: int, seed: int) -> TrainingSet:
@@ -150,5 +169,6 @@ class MaskedLM(EncoderTask):
         return masked_scores(model, blocks, batch_size)
 
     def scores(self, model: PreTrainedModel, names: Sequence[str]) -> Figures:
+        """The loss, and the accuracy times 100, as tables have it."""
         found = self.quick_score(model, self.training_values.get("per_device_eval_batch_size", 8)) if names else {}
-        return {name: found[name.partition("/")[2]] for name in names}
+        return {name: found["loss"] if name.endswith("loss") else 100 * found["accuracy"] for name in names}

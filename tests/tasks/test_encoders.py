@@ -301,3 +301,21 @@ def test_masked_only_can_be_removed(recipe):
     only = MaskedOnly(model)
     only.remove()
     assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 320)
+
+
+def test_attention_transfer_trains_controls_and_nothing_else(recipe, place, tmp_path):
+    """The error of the attentions falls; with exact attention it is zero; the saved model is an ordinary one."""
+    changes = {"objective": "transfer", "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    done = train(recipe(name="transfer", trainable="control", learning_rate=3e-2, max_steps=20, **changes))
+    assert losses(tmp_path / "transfer")[20] < 0.8 * losses(tmp_path / "transfer")[2]
+    before, after = (load_file(folder / "model.safetensors") for folder in (place / "roberta", tmp_path / "transfer"))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert done["validation"]["loss"] > 1
+    train(recipe(name="then", init_from="transfer", max_steps=2))
+    task = opened(recipe(control="softmax", slots=None, **changes))
+    model = task.build_model(task.start()).train()
+    data = task.training_set(4, 0)
+    assert float(model(**data.collate([data.items[0]])).loss.detach()) < 1e-10
+    for wrong, said in (({"trainable": "head"}, "is about attention"), ({"init_from": None}, "needs init_from")):
+        with pytest.raises(ValueError, match=said):
+            prepare(recipe(objective="transfer", **wrong))
