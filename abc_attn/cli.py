@@ -16,12 +16,13 @@ from abc_attn.commands.about import controls, env
 from abc_attn.commands.bench import bench
 from abc_attn.commands.chat import chat
 from abc_attn.commands.demo import demo
+from abc_attn.commands.encoders import classify
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
 from abc_attn.commands.training import average, list_recipes, report, reproduce, train
 from abc_attn.commands.translation import translate
 from abc_attn.provenance import installed
-from abc_attn.tasks import TRANSLATION, keys_help
+from abc_attn.tasks import CLASSIFICATION, MASKED_LM, TRANSLATION, keys_help
 
 ENDLESS = 2**63 - 1  # the largest number that torch knows
 MOST_THREADS = 1024  # torch would start any number of them
@@ -134,6 +135,7 @@ def make_parser() -> Parser:
     add_chat(add(chat, "talk with a model, in constant memory", "abc-attn chat smollm2-bounded"))
     add_evaluate(add(evaluate, "score a model", "abc-attn evaluate smollm2-bounded --task perplexity --file book.txt"))
     add_translate(add(translate, "translate lines or documents", "abc-attn translate runs/en-de < news.en > news.de"))
+    add_classify(add(classify, "label lines of text", "abc-attn classify runs/reviews < reviews.txt"))
     mean = add(
         average, "average the weights of checkpoints", "abc-attn average runs/en-de --last 5 --output en-de-mean"
     )
@@ -185,6 +187,14 @@ def add_train(parser: Parser) -> None:
         "TrainingArguments; an unknown key is an error that suggests close ones",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in output_dir")
+    parser.add_argument(
+        "--grid",
+        nargs="+",
+        type=key_value,
+        default=[],
+        metavar="key=[values]",
+        help="train every combination, and name the one with the best accuracy on held-out text; resumes by itself",
+    )
     add_import(parser)
 
 
@@ -274,10 +284,17 @@ def add_sampling(parser: Parser) -> None:
 
 
 def add_evaluate(parser: Parser) -> None:
-    parser.add_argument("model", type=Path, help="folder of a causal language model or a translator, converted or not")
-    tasks = ("perplexity", TRANSLATION)
+    parser.add_argument("model", type=Path, help="folder of a language model, a translator or a classifier")
+    tasks = ("perplexity", TRANSLATION, MASKED_LM, CLASSIFICATION)
     parser.add_argument("--task", choices=tasks, default=tasks[0], help="what to measure (default: %(default)s)")
-    parser.add_argument("--file", type=Path, help="a text file, UTF-8")
+    parser.add_argument("--file", type=Path, help="a text file, UTF-8; labelled texts for a classifier")
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=["text", "label"],
+        metavar="NAME",
+        help="of a file of labelled texts: one or two texts, and the label (default: text label)",
+    )
     parser.add_argument("--source", type=Path, help="a text file to translate, a sentence a line")
     parser.add_argument("--reference", type=Path, help="its translation, as many lines")
     parser.add_argument(
@@ -299,6 +316,11 @@ def add_evaluate(parser: Parser) -> None:
 def add_translate(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="folder of a translator (...ForConditionalGeneration)")
     add_search(parser)
+    add_import(parser)
+
+
+def add_classify(parser: Parser) -> None:
+    parser.add_argument("model", type=Path, help="folder of a classifier (...ForSequenceClassification)")
     add_import(parser)
 
 

@@ -20,5 +20,7 @@ def fill(folder):
         text = "\n".join(" ".join(chance.choices(words, range(40, 0, -1), k=9)) for _ in range(lines))
         for ending in ("txt", "en", "de", "es"):  # for translation: every language is the same
             (folder / "text" / f"{split}.{ending}").write_text(text + "\n")
+        rows = (f"{line}\t{'even' if int(line.split()[0][1:]) % 2 == 0 else 'odd'}" for line in text.split("\n"))
+        (folder / "text" / f"{split}.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     return folder

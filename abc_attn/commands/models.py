@@ -19,7 +19,7 @@ from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
 from abc_attn.commands.user_controls import check_controls, check_saved_controls, import_controls
 from abc_attn.files import whole_folder
-from abc_attn.tasks import TRANSLATION
+from abc_attn.tasks import CLASSIFICATION, MASKED_LM, TRANSLATION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,11 +152,17 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measure the perplexity of a text (--file), per token and per word: as one stream in constant memory, or in
-    windows of --window tokens. Or BLEU and chrF of a translator (--source, --reference)."""
+    windows of --window tokens. Or BLEU and chrF of a translator (--source, --reference), loss and accuracy of a masked
+    language model (--file), accuracy of a classifier (--file with --columns)."""
     if arguments.task == TRANSLATION:
         from abc_attn.commands.translation import evaluate_translation
 
         evaluate_translation(arguments)
+        return
+    if arguments.task in (MASKED_LM, CLASSIFICATION):
+        from abc_attn.commands.encoders import evaluate_classifier, evaluate_masked
+
+        (evaluate_masked if arguments.task == MASKED_LM else evaluate_classifier)(arguments)
         return
     if arguments.file is None:
         raise CommandError("--file is needed: the text to score")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from abc_attn import paths, recipes
 from abc_attn.commands.errors import CommandError, explained, resumable
@@ -22,12 +23,31 @@ def train(arguments: argparse.Namespace) -> None:
         values = read_recipe(recipe) | overrides
     import_controls(arguments)
     check_controls(values.get("control"))
+    if arguments.grid:
+        _train_grid(recipe, overrides, {key: parse_value(value) for key, value in arguments.grid})
+        return
     with explained("train"):
         from abc_attn.training import load_recipe, prepare
 
         run = prepare(load_recipe(recipe, overrides), resume=arguments.resume)
     with resumable(), explained("train"):
         run()
+
+
+def _train_grid(recipe: Path, overrides: dict[str, Any], grid: dict[str, Any]) -> None:
+    """Every combination of values, each in a folder under output_dir; prints the folder of the best."""
+    with explained("train"):
+        from abc_attn.training.grid import MEASURE, check_grid, points, search
+
+        check_grid("--grid", grid)
+        runs = points(recipe, overrides, grid)
+        for run in runs:
+            run.make_task().check()
+    with resumable(), explained("train"):
+        found = search(runs)
+    for run, done in zip(runs, found.trained, strict=True):
+        print(f"{done['validation'][MEASURE]:8.4f}  {run.values['output_dir']}")
+    print(f"best {MEASURE} on held-out text: {found.best.values['output_dir']}")
 
 
 def average(arguments: argparse.Namespace) -> None:

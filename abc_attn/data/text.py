@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ TOKENIZERS = ("word", "bpe")
 UNKNOWN, END = "<unk>", "<eos>"
 _FORMAT = 1
 _NAMES = {"train": ("train",), "validation": ("valid", "validation"), "test": ("test",)}
-_ENDINGS = [f"{ending}{packed}" for packed in ("", ".xz", ".gz") for ending in (".tokens", ".txt", ".raw")]
+PACKED = ("", ".xz", ".gz")
+_ENDINGS = [f"{ending}{packed}" for packed in PACKED for ending in (".tokens", ".txt", ".raw")]
 _LINES_AT_A_TIME = 10_000
 _CHECKSUMS = "corpus.sha256"
 _BYTES = 256  # tokens of a byte-level alphabet
@@ -113,14 +114,18 @@ def find_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}: data_dir must hold the text to train on")
-    found = {}
-    for split, names in _NAMES.items():
-        wanted = [f"{prefix}{name}{ending}" for name in names for prefix in ("wiki.", "") for ending in _ENDINGS]
-        there = [folder / name for name in wanted if (folder / name).is_file()]
-        if not there:
-            raise FileNotFoundError(f"no {split} text in {folder}; looked for {wanted[0]}, {names[0]}.txt and the like")
-        found[split] = there[0]
-    return found
+    return {split: find_file(folder, split) for split in SPLITS}
+
+
+def find_file(folder: Path, split: str, more_endings: Sequence[str] = ()) -> Path:
+    """The text of one split in a folder. more_endings: of files beside those that `find_files` knows, such as .jsonl"""
+    names = _NAMES[split]
+    endings = [*_ENDINGS, *(f"{ending}{packed}" for packed in PACKED for ending in more_endings)]
+    wanted = [f"{prefix}{name}{ending}" for name in names for prefix in ("wiki.", "") for ending in endings]
+    for name in wanted:
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"no {split} text in {folder}; looked for {wanted[0]}, {names[0]}.txt and the like")
 
 
 def check_tokenizer(tokenizer: str, vocab_size: int | None) -> None:

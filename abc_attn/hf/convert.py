@@ -90,8 +90,11 @@ def _move(model: PreTrainedModel, bounded: BoundedModel, config: PreTrainedConfi
         if isinstance(part, BoundedModel):  # a body that transformers built by AutoModel
             _move(model.get_submodule(name), part, config)  # type: ignore[arg-type]
             model.add_module(name, part)
+    left_out = bounded._modules.keys() - model._modules.keys()  # a pooler, if the model was built without it
     bounded._modules, bounded._parameters = dict(model._modules), dict(model._parameters)
     bounded._buffers = dict(model._buffers)
+    for name in left_out:
+        setattr(bounded, name, None)
     module: Any
     for module in bounded.modules():
         if hasattr(module, "config"):

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from abc_attn.recipes import ROOT, SCALES, TABLE, tables
 from abc_attn.recipes.reading import read_mapping
 
+AVERAGE = "average"  # begins the name of a score that is the mean of those of all downstream tasks
+DOWNSTREAM_GRID = "grid"
+
 
 class ColumnGroup(NamedTuple):
     """A further table of the same runs, with columns of its own."""
@@ -58,6 +61,9 @@ class Table:
         default_factory=dict
     )  # by recipe key: a sentence with {} for the value, if it has one
     decimals: int = 2
+    # By task: the file, in the folder of a scale, of the recipe that fine-tunes a row's model on it; and under "grid",
+    # the file with the values to choose from. Its scores are the columns <task>/<measure>.
+    downstream: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, name: str, root: Path | None = None) -> Table:
@@ -97,6 +103,11 @@ class Table:
         """Every score that a column shows."""
         return [*self.columns, *(name for group in self.more for name in group.columns)]
 
+    def own_scores(self) -> list[str]:
+        """Those of a row's model itself, before it is fine-tuned on anything."""
+        tasks = {*self.downstream, AVERAGE} if self.downstream else set()
+        return [name for name in self.scores() if name.partition("/")[0] not in tasks]
+
     def rows(self, scale: str) -> dict[str, Row]:
         """The rows of a scale by name: the recipes in its folder and the points of the grid, the paper's first."""
         assert self.folder is not None
@@ -128,7 +139,14 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         good = good and 0 <= value <= 9
     elif kind is dict and good:
         good = all(isinstance(name, str) for name in value)
-    inner: dict[str, type] = {"columns": str, "scales": str, "data": str, "paper": list, "notes": str}
+    inner: dict[str, type] = {
+        "columns": str,
+        "scales": str,
+        "data": str,
+        "paper": list,
+        "notes": str,
+        "downstream": str,
+    }
     if good and key in inner:
         good = all(isinstance(part, inner[key]) for part in value.values())
         said += " of lists of numbers" if key == "paper" else " of texts"

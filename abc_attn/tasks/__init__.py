@@ -11,15 +11,20 @@ from importlib import import_module
 from abc_attn.tasks.base import Settings, Task
 
 DEFAULT = "language-modelling"
-TRANSLATION = "translation"  # `abc-attn evaluate` has a measure of that name
+# `abc-attn evaluate` has measures of these names.
+TRANSLATION = "translation"
+MASKED_LM = "masked_lm"
+CLASSIFICATION = "classification"
 TASKS = {  # name in a recipe: module and class
     "language-modelling": "abc_attn.tasks.language_modelling:LanguageModelling",
     "recall": "abc_attn.tasks.synthetic:Recall",
     "copy": "abc_attn.tasks.synthetic:Copy",
     TRANSLATION: "abc_attn.tasks.translation:Translation",
+    MASKED_LM: "abc_attn.tasks.masked_lm:MaskedLM",
+    CLASSIFICATION: "abc_attn.tasks.classification:Classification",
 }
 
-__all__ = ["DEFAULT", "TASKS", "TRANSLATION", "Task", "get_task", "keys_help"]
+__all__ = ["CLASSIFICATION", "DEFAULT", "MASKED_LM", "TASKS", "TRANSLATION", "Task", "get_task", "keys_help"]
 
 
 def get_task(name: str) -> type[Task]:

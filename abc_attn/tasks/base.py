@@ -93,6 +93,16 @@ def check_whole_number(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be a whole number from {minimum} to {2**31 - 1}, got {value!r:.100}")
 
 
+def trained_model(start: str, folder: Path) -> Path:
+    """The folder of the model that `init_from` names: a path, or the name of a run beside `folder`."""
+    for candidate in (Path(start).expanduser(), folder.parent / start):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"init_from={start!r}: no trained model there, nor beside {folder}; train it first, and give its output_dir"
+    )
+
+
 class TrainingSet(NamedTuple):
     """What a Trainer reads. Item i is a function of (seed, i) alone, so to resume is to go on at i."""
 
@@ -113,7 +123,8 @@ class Task(ABC):
     # What exp(training loss) is called in progress lines and metrics.jsonl; None where it means nothing.
     perplexity: ClassVar[str | None] = None
     # Recipe keys of a run that takes a second, for the tests: sizes of the model, and data. They run where there is a
-    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words, and the same as .en, .de and .es.
+    # folder `text` with train.txt, valid.txt and test.txt, of 40 different words, the same as .en, .de and .es, and
+    # labelled texts: train.tsv and test.tsv.
     tiny: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: Any, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -138,6 +149,12 @@ class Task(ABC):
     @abstractmethod
     def check(self) -> None:
         """Find what is wrong with the recipe without reading data: paths, values, the control and its sizes."""
+
+    def start(self) -> Path | None:
+        """The folder of the trained model that init_from names; FileNotFoundError if it is not there."""
+        if self.settings.init_from is None:
+            return None
+        return trained_model(self.settings.init_from, Path(self.training_values["output_dir"]))
 
     @abstractmethod
     def check_scores(self, names: Sequence[str]) -> None:

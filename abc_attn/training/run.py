@@ -60,7 +60,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     started = _started(folder, recipe, resume)
     task = recipe.make_task()
     task.check()
-    start = None if recipe.settings.init_from is None else trained_model(recipe.settings.init_from, folder)
+    start = task.start()
     if args.process_index == 0:
         folder.mkdir(parents=True, exist_ok=True)  # now: that it cannot be made is said before the data is read
     lock = FolderLock(folder) if args.process_index == 0 else None
@@ -173,16 +173,6 @@ def _arguments(recipe: Recipe) -> dict[str, Any]:
         "save_strategy": "steps",
     }
     return recipe.training() | fixed
-
-
-def trained_model(start: str, folder: Path) -> Path:
-    """The folder of the model that `init_from` names: a path, or the name of a run beside `folder`."""
-    for candidate in (Path(start).expanduser(), folder.parent / start):
-        if (candidate / "config.json").is_file():
-            return candidate
-    raise FileNotFoundError(
-        f"init_from={start!r}: no trained model there, nor beside {folder}; train it first, and give its output_dir"
-    )
 
 
 def _finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

@@ -18,8 +18,9 @@ from abc_attn.report import write_page
 from abc_attn.report.plots import check_plot
 from abc_attn.report.runs import RUNS, add_run, read_runs
 from abc_attn.tasks import get_task
+from abc_attn.training.downstream import check_recorded, fine_tune, plan_downstream, split_overrides
 from abc_attn.training.recipe import Recipe, load_recipe
-from abc_attn.training.run import STARTED, prepare, trained_model
+from abc_attn.training.run import STARTED, prepare
 
 
 class Plan(NamedTuple):
@@ -31,6 +32,7 @@ class Plan(NamedTuple):
     seed: int
     recipe: Recipe
     done: bool  # its result is recorded, with the values of this very recipe
+    downstream: dict[str, list[Recipe]]  # by task: what is fine-tuned from its model, for each point of a grid
 
     @property
     def name(self) -> str:
@@ -57,7 +59,8 @@ def plan(
         raise ValueError(f"no row {', '.join(unknown)} in {table} at scale {scale}; there are {', '.join(known)}")
     if shown.plot and find_spec("matplotlib") is None:  # said now, not after all trainings
         raise ValueError("the plot needs matplotlib: pip install 'abc-attn[train]'")
-    recorded = {(run["scale"], run["row"], run["seed"]): run["values"] for run in read_runs(results / table)}
+    recorded = {(run["scale"], run["row"], run["seed"]): run for run in read_runs(results / table)}
+    own, theirs = split_overrides(overrides or {})
     plans: dict[tuple[str, int], Plan] = {}
 
     def add(row: str, seed: int) -> None:
@@ -65,7 +68,7 @@ def plan(
             return
         run = known[row].run() if not known[row].values else Path(table, scale, row)
         folder = Path("runs", run.parent, f"{run.name}-seed{seed}")
-        values = known[row].values | {"seed": seed, "output_dir": str(folder)} | dict(overrides or {})
+        values = known[row].values | {"seed": seed, "output_dir": str(folder)} | own
         recipe = load_recipe(known[row].path, values)
         source = recipe.settings.init_from
         if source in known:  # the run of that row with the same seed
@@ -73,12 +76,15 @@ def plan(
             if source in (rows or known):
                 add(source, seed)
         before = recorded.get((scale, row, seed))
-        if before is not None and (different := recipe.differences(before)):
+        fine_tuned = plan_downstream(shown, scale, Path(recipe.values["output_dir"]), seed, theirs)
+        different = [] if before is None else recipe.differences(before["values"])
+        different += [] if before is None else check_recorded(fine_tuned, before.get("downstream", {}))
+        if different:
             raise ValueError(
                 f"{results / table / RUNS} has {row}, seed {seed}, with other values of {', '.join(different)}; give "
                 "another --output, or remove its line to train again"
             )
-        plans[row, seed] = Plan(shown, scale, row, seed, recipe, before is not None)
+        plans[row, seed] = Plan(shown, scale, row, seed, recipe, before is not None, fine_tuned)
         if before is None:
             _check(plans[row, seed], source, plans.get((str(source), seed)))
 
@@ -96,11 +102,11 @@ def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
     if recipe.task is not get_task(table.task):
         raise ValueError(f"row {planned.row} is of task {recipe.values.get('task')}, its table of {table.task}")
     task = recipe.make_task()
-    task.check_scores(table.scores())
+    task.check_scores(table.own_scores())
     task.check()
     if source is not None and (before is None or before.done):
         try:
-            trained_model(str(recipe.settings.init_from), Path(recipe.values["output_dir"]))
+            task.start()
         except FileNotFoundError:
             hint = "its result is recorded, but its model is not here" if before else "add it to --rows"
             raise ValueError(f"row {planned.row} starts from the trained {source}: {hint}") from None
@@ -127,9 +133,12 @@ def _run(planned: Plan) -> dict[str, Any]:
     trained = train()
     task = recipe.make_task()
     task.open()
-    scores = task.scores(task.load_model(folder), planned.table.scores())
+    scores = task.scores(task.load_model(folder), planned.table.own_scores())
+    more, fine_tuned = fine_tune(planned.table, planned.downstream)
     about = json.loads((folder / STARTED).read_text(encoding="utf-8"))
     about["values"] = recipe.without_places()
     if signatures := task.signatures():
         about["signatures"] = signatures
-    return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores}
+    if fine_tuned:
+        about["downstream"] = fine_tuned
+    return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores | more}

@@ -24,8 +24,9 @@ from abc_attn.provenance import backends
 
 COMMAND = [sys.executable, "-m", "abc_attn.cli"]
 COMMANDS = [
-    "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "chat", "evaluate", "translate",
-    "average", "env", "controls", *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
+    "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "chat", "evaluate",
+    "translate", "classify", "average", "env", "controls",
+    *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
 ]  # fmt: skip
 
 # What is wrong with a command, and what is said about it. {} is a folder with model/, a folder that looks like a saved

