@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import io
+import copy
 import json
 import random
 import shutil
@@ -131,6 +132,11 @@ def damaged_json(chance: random.Random, folder: Path) -> bool:
     return False
 
 
+def _hostile(chance: random.Random) -> Any:
+    """A copy: another change may be made inside it, and a case is a function of its number alone."""
+    return copy.deepcopy(chance.choice(HOSTILE))
+
+
 def _change(chance: random.Random, document: Any) -> None:
     while True:
         keys: list[Any] = list(document) if isinstance(document, dict) else list(range(len(document)))
@@ -146,10 +152,10 @@ def _change(chance: random.Random, document: Any) -> None:
         del document[key]
     elif kind == 1 and isinstance(document, dict):
         document[chance.choice(["x", key + "x", "head_dim", "quantization_config", "auto_map", "control", "slots"])] = (
-            chance.choice([document.pop(key), chance.choice(HOSTILE)])
+            chance.choice([document.pop(key), _hostile(chance)])
         )
     else:
-        document[key] = chance.choice(HOSTILE)
+        document[key] = _hostile(chance)
 
 
 def damaged_weights(chance: random.Random, folder: Path) -> bool:
