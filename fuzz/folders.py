@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import io
-import copy
 import json
 import random
 import shutil
