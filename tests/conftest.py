@@ -2,11 +2,15 @@
 
 import os
 import re
+import signal
 import sys
 from collections import Counter
 
 import pytest
 import torch
+
+# The background of a shell ignores Ctrl-C, and processes that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
