@@ -136,7 +136,8 @@ def scored(model, inputs, tokens, cache, each=lambda: None):
 
 
 def in_turn(model, inputs, tokens, before, repetitions=5):
-    """Median seconds of the first and the last 1,000 tokens, read in turn: a machine is not always equally fast.
+    """Median processor seconds of the first and the last 1,000 tokens, read in turn: a machine is not always equally
+    fast, and other processes may run beside this one.
 
     `before` is the state that the last 1,000 are read from.
     """
@@ -145,9 +146,9 @@ def in_turn(model, inputs, tokens, before, repetitions=5):
     for _ in range(repetitions):
         for name, (stretch, state) in stretches.items():
             cache = copy.deepcopy(state)
-            started = time.perf_counter()
+            started = time.process_time()
             scored(model, inputs[stretch], tokens[stretch], cache)
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.process_time() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
