@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
-from abc_attn.commands.models import describe_cache, hugging_face, load_causal
+from abc_attn.commands.models import check_state_file, describe_cache, hugging_face, load_causal
 from abc_attn.commands.user_controls import check_saved_controls, import_controls
 
 if TYPE_CHECKING:
@@ -47,12 +47,6 @@ def chat(arguments: argparse.Namespace) -> None:
         if arguments.load_state is not None:
             stream.load(arguments.load_state)
     Session(talk, arguments.tokens).run()
-
-
-def check_state_file(file: Path | None) -> None:
-    """Refuse a state that is not there."""
-    if file is not None and not file.is_file():
-        raise FileNotFoundError(f"no state at {file}: /save FILE or --save-state FILE writes one")
 
 
 class Session:

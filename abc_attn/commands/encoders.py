@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
-from abc_attn.commands.models import hugging_face
-from abc_attn.commands.user_controls import check_saved_controls, import_controls
+from abc_attn.commands.models import hugging_face, load_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,23 +134,9 @@ def _file(arguments: argparse.Namespace) -> Path:
 
 
 def _load(arguments: argparse.Namespace, ending: str, kind: str) -> tuple[PreTrainedModel, Any]:
-    folder: Path = arguments.model
-    with explained():
-        saved = paths.saved_model(folder)
-    import_controls(arguments)
-    check_saved_controls(folder, saved)
-    with hugging_face():
-        from abc_attn.models.saved import load_model, load_tokenizer
-
-        model, tokenizer = load_model(folder), load_tokenizer(folder)
-    config: Any = model.config
+    model, tokenizer = load_saved(arguments)
     if not type(model).__name__.endswith(ending):
-        raise CommandError(f"{folder} holds a {type(model).__name__}; {kind} (...{ending}) is needed")
-    if len(tokenizer) > config.vocab_size:
-        raise CommandError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model {config.vocab_size} (vocab_size in "
-            "config.json): they do not belong together"
-        )
+        raise CommandError(f"{arguments.model} holds a {type(model).__name__}; {kind} (...{ending}) is needed")
     return model, tokenizer
 
 

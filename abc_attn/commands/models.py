@@ -101,8 +101,7 @@ def generate(arguments: argparse.Namespace) -> None:
     folder, tokens = arguments.model, arguments.tokens
     with explained():
         saved = paths.saved_model(folder)
-        if arguments.load_state is not None and not arguments.load_state.is_file():
-            raise FileNotFoundError(f"no state at {arguments.load_state}: --save-state FILE writes one")
+        check_state_file(arguments.load_state)
         if arguments.save_state is not None:
             paths.new_file(arguments.save_state)
     if arguments.system is not None and (not arguments.chat or arguments.load_state is not None):
@@ -235,6 +234,29 @@ def _load(folder: Path) -> tuple[PreTrainedModel, Any]:
     from abc_attn.models.saved import load_model, load_tokenizer
 
     return load_model(folder), load_tokenizer(folder)
+
+
+def load_saved(arguments: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
+    """The model and the tokenizer in the folder `arguments.model`, which belong together."""
+    folder: Path = arguments.model
+    with explained():
+        saved = paths.saved_model(folder)
+    import_controls(arguments)
+    check_saved_controls(folder, saved)
+    with hugging_face():
+        model, tokenizer = _load(folder)
+    if len(tokenizer) > model.config.vocab_size:
+        raise CommandError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the model {model.config.vocab_size} (vocab_size in "
+            "config.json): they do not belong together"
+        )
+    return model, tokenizer
+
+
+def check_state_file(file: Path | None) -> None:
+    """Refuse a state that is not there."""
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no state at {file}: --save-state FILE, or /save FILE in a chat, writes one")
 
 
 def load_causal(folder: Path) -> tuple[PreTrainedModel, Any]:

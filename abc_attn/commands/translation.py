@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
-from abc_attn.commands.models import hugging_face
-from abc_attn.commands.user_controls import check_saved_controls, import_controls
+from abc_attn.commands.models import hugging_face, load_saved
 
 if TYPE_CHECKING:
     from abc_attn.evaluation.translating import Translator
@@ -83,23 +82,13 @@ def evaluate_translation(arguments: argparse.Namespace) -> None:
 def _translator(arguments: argparse.Namespace) -> tuple[Translator, int]:
     """The translator in a folder, and how many sentences of context it takes."""
     folder: Path = arguments.model
-    with explained():
-        saved = paths.saved_model(folder)
-    import_controls(arguments)
-    check_saved_controls(folder, saved)
+    model, tokenizer = load_saved(arguments)
     with hugging_face():
         from abc_attn.evaluation.translating import Translator
-        from abc_attn.models.saved import load_model, load_tokenizer
 
-        model, tokenizer = load_model(folder), load_tokenizer(folder)
         if not model.can_generate() or not model.config.is_encoder_decoder:
             raise CommandError(
                 f"{folder} holds a {type(model).__name__}; a translator (...ForConditionalGeneration) is needed"
-            )
-        if len(tokenizer) > model.config.vocab_size:
-            raise CommandError(
-                f"the tokenizer has {len(tokenizer)} tokens, and the model {model.config.vocab_size} (vocab_size in "
-                "config.json): they do not belong together"
             )
         if not arguments.documents:
             return Translator(model, tokenizer, **_search(arguments)), 0

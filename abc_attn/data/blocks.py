@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
@@ -30,8 +30,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from abc_attn.data.segments import Cuts
 from abc_attn.data.synthetic import IGNORED
-from abc_attn.data.text import find_file
+from abc_attn.data.text import byte_level_bpe, find_file, json_object
 from abc_attn.files import check_checksums, whole_folder, write_checksums
 from abc_attn.paths import text_lines
 
@@ -107,11 +108,7 @@ def paragraphs(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _document(file: Path, number: int, line: str) -> str:
-    try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
-    text = found.get("text") if isinstance(found, dict) else None
+    text = json_object(file, number, line).get("text")
     if not isinstance(text, str):
         raise ValueError(f"{file}, line {number} must be a JSON object with a text in 'text'")
     return text
@@ -119,16 +116,7 @@ def _document(file: Path, number: int, line: str) -> str:
 
 def learn_tokenizer(lines: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE with RoBERTa's special tokens and template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer = byte_level_bpe(lines, vocab_size, SPECIAL)
     first, pad, last, unknown, mask = SPECIAL
     tokenizer.post_processor = processors.RobertaProcessing((last, 2), (first, 0))
     return PreTrainedTokenizerFast(
@@ -177,27 +165,16 @@ class MaskedBlocks(Dataset[dict[str, Tensor]]):
         self, tokens: np.ndarray, length: int, total: int, seed: int, tokenizer: Any, probability: float
     ) -> None:
         self.tokens, self.inside, self.total, self.seed = tokens, length - 2, total, seed
-        if len(tokens) < 2 * self.inside:
-            raise ValueError(
-                f"the text has {len(tokens)} tokens, fewer than two blocks of {length}; use more text or a smaller "
-                "block_size"
-            )
-        self.per_pass = (len(tokens) - self.inside) // self.inside
+        self.cuts = Cuts(len(tokens), self.inside, seed)
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
         self.ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
         self.special = np.array(tokenizer.all_special_ids)
-        self._pass, self._starts = -1, np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.total
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        number, within = divmod(index, self.per_pass)
-        if number != self._pass:
-            random = np.random.default_rng([self.seed, number])
-            shift = random.integers(self.inside)
-            self._pass, self._starts = number, shift + random.permutation(self.per_pass) * self.inside
-        return self.block(int(self._starts[within]), [self.seed, number, within])
+        return self.block(self.cuts.start(index), [self.seed, *divmod(index, self.cuts.per_pass)])
 
     def block(self, start: int, seeds: Sequence[int]) -> dict[str, Tensor]:
         """The block of the text from `start` on, with masks drawn from `seeds`: at least one."""

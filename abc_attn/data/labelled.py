@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from abc_attn.data.text import PACKED
+from abc_attn.data.text import PACKED, json_object
 from abc_attn.paths import text_lines
 
 KINDS = (".tsv", ".csv", ".jsonl")
@@ -228,13 +227,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue
-        try:
-            found: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {line} is not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}, line {line} must be a JSON object, and is a {type(found).__name__}")
-        yield line, {name: str(value) if type(value) in (int, bool) else value for name, value in found.items()}
+        members = json_object(path, line, text).items()
+        yield line, {name: str(value) if type(value) in (int, bool) else value for name, value in members}
 
 
 def _labels(path: Path, examples: Sequence[Labelled]) -> tuple[str, ...]:

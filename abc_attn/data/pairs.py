@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, normalizers, processors
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from abc_attn.data.parallel import Pair, ParallelSource
-from abc_attn.data.text import SPLITS
+from abc_attn.data.text import SPLITS, byte_level_bpe
 from abc_attn.files import check_checksums, whole_folder, write_checksums
 
 PAD, END, SEPARATOR = "<pad>", "</s>", "<sep>"
@@ -215,16 +215,6 @@ def _encode(source: ParallelSource, split: str, tokenizer: Tokenizer, folder: Pa
 
 
 def _joint_bpe(source: ParallelSource, vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
     words = 0
 
     def sentences() -> Iterator[str]:
@@ -234,7 +224,7 @@ def _joint_bpe(source: ParallelSource, vocab_size: int) -> Tokenizer:
             yield pair.source
             yield pair.target
 
-    tokenizer.train_from_iterator(sentences(), trainer)
+    tokenizer = byte_level_bpe(sentences(), vocab_size, SPECIAL, normalizers.NFC())
     if not words:
         raise ValueError(f"the training text has no words: {source.name('train')}")
     end = tokenizer.token_to_id(END)

@@ -6,15 +6,14 @@ Sides that do not belong together are errors that name the line. Nothing is drop
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from abc_attn.data.text import SPLITS
+from abc_attn.data.text import SPLITS, json_object
 from abc_attn.paths import text_lines
 
 _NAMES = {"train": ("train",), "validation": ("valid", "validation", "val", "dev"), "test": ("test",)}
@@ -126,13 +125,7 @@ def _documents(path: Path, languages: tuple[str, str]) -> Iterator[Pair]:
 
 def _sides(path: Path, line: int, text: str, languages: tuple[str, str]) -> list[list[str]]:
     """The sentences of a document in both languages, as many in one as in the other."""
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {line} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}, line {line} must be a JSON object, and is a {type(found).__name__}")
-    sides = []
+    found, sides = json_object(path, line, text), []
     for language in languages:
         side = found.get(language)
         if not isinstance(side, list) or not all(isinstance(sentence, str) for sentence in side):

@@ -222,6 +222,34 @@ def _word_level(counts: Counter[str], lines: int, vocab_size: int | None) -> Tok
     return tokenizer
 
 
+def byte_level_bpe(lines: Iterable[str], vocab_size: int, special: Sequence[str], normalizer: Any = None) -> Tokenizer:
+    """A byte-level BPE learned from lines, whose first tokens are the special ones. A word begins with its space."""
+    tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def json_object(file: Path, number: int, line: str) -> dict[str, Any]:
+    """A line of a file of JSON lines."""
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}, line {number} must be a JSON object, and is a {type(found).__name__}")
+    return found
+
+
 def _byte_pairs(source: Source, vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -151,7 +151,7 @@ class MaskedLM(EncoderTask):
 
         length, tokens = self.settings.block_size, self.text.tokens["train"]
         blocks = MaskedBlocks(tokens, length, total, seed, self.tokenizer, self.settings.mlm_probability)
-        return TrainingSet(blocks, default_data_collator, length, blocks.per_pass)
+        return TrainingSet(blocks, default_data_collator, length, blocks.cuts.per_pass)
 
     def quick_score(self, model: PreTrainedModel, batch_size: int) -> dict[str, float]:
         """Of validation blocks with masks that are the same in every run."""

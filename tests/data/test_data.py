@@ -137,7 +137,7 @@ def test_the_datasets_library_gives_the_same_tokens(folder, tmp_path, monkeypatc
 def test_segments_go_through_the_text_once_a_pass():
     tokens = np.arange(1000, dtype=np.uint16)
     data = Segments(tokens, length=32, total=90, seed=5)
-    assert data.per_pass == 30
+    assert data.cuts.per_pass == 30
     for number in range(3):
         items = [data[number * 30 + i] for i in range(30)]
         read = np.sort(np.concatenate([item["input_ids"] for item in items]))

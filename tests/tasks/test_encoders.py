@@ -121,8 +121,8 @@ def test_masks_are_roberta_s(place, tmp_path):
     assert kept == pytest.approx(0.1, abs=0.03)
     assert bool((read[:, 0] == words.cls_token_id).all())
     assert bool((read[:, -1] == words.sep_token_id).all())
-    other = blocks[blocks.per_pass]  # of the second pass
-    assert not any(torch.equal(other["input_ids"], item["input_ids"]) for item in items[: blocks.per_pass])
+    other = blocks[blocks.cuts.per_pass]  # of the second pass
+    assert not any(torch.equal(other["input_ids"], item["input_ids"]) for item in items[: blocks.cuts.per_pass])
     fixed = FixedBlocks(text.tokens["validation"], 32, 4, words, 0.15)
     assert len(fixed) == len([*fixed]) == 4
     assert torch.equal(fixed[2]["labels"], [*fixed][2]["labels"])

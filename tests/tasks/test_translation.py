@@ -1,10 +1,7 @@
 """Training translators: the step of transformers' own Marian, runs that resume bit for bit, averages, and scores."""
 
 import json
-import multiprocessing
-import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny_pairs import TINY, write_pairs
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
+from two_processes import train_in_two
 
 from abc_attn import recipes
 from abc_attn.recipes.table import Table
@@ -100,29 +98,13 @@ def test_a_step_is_that_of_transformers_marian(recipe):
     assert task.loss_function().smoothing == 0.1
 
 
-def run_as(rank, port, changes):
-    """Trains as torchrun would have it: process `rank` of two."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(load_recipe("tiny.yaml", changes))
-
-
 @pytest.mark.processes
 def test_two_processes_give_the_loss_of_one(recipe, tmp_path):
     """DDP: the batches of two processes are the two accumulated batches of one, though they have other sizes."""
     plain = {"dropout": 0.0}
     train(recipe("one", **plain))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     plain |= {"output_dir": str(tmp_path / "two"), "ddp_backend": "gloo", "gradient_accumulation_steps": 1}
-    context = multiprocessing.get_context("spawn")
-    both = [context.Process(target=run_as, args=(rank, port, plain)) for rank in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-        assert process.exitcode == 0
+    train_in_two(plain)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert one.keys() == two.keys()
     assert max(abs(one[step] - two[step]) for step in one) < 1e-5

@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import yaml
 from tiny_text import fill
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from two_processes import train_in_two
 
 from abc_attn.cli import main
 from abc_attn.evaluation import perplexity, token_nll
@@ -113,13 +113,6 @@ def run_until_killed(where, changes):
     train(load_recipe("tiny.yaml", changes))
 
 
-def run_as(rank, port, changes):
-    """Trains as torchrun would have it: process `rank` of two."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(load_recipe("tiny.yaml", changes))
-
-
 @pytest.mark.parametrize(
     ("where", "changes", "left"),
     [
@@ -183,16 +176,8 @@ def test_two_processes_give_the_loss_of_one(recipe, processes, tmp_path):
     plain = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "adaptive_dropout"), 0.0)
     plain["max_steps"] = 4
     train(recipe("one", **plain))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     plain |= {"output_dir": str(tmp_path / "two"), "ddp_backend": "gloo", "gradient_accumulation_steps": 1}
-    both = [processes.Process(target=run_as, args=(rank, port, plain)) for rank in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-        assert process.exitcode == 0
+    train_in_two(plain)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert one.keys() == two.keys()
     assert max(abs(one[step] - two[step]) for step in one) < 1e-5
