@@ -100,8 +100,8 @@ class Table:
         return table
 
     def scores(self) -> list[str]:
-        """Every score that a column shows."""
-        return [*self.columns, *(name for group in self.more for name in group.columns)]
+        """Every score that a column shows, once."""
+        return list(dict.fromkeys([*self.columns, *(name for group in self.more for name in group.columns)]))
 
     def own_scores(self) -> list[str]:
         """Those of a row's model itself, before it is fine-tuned on anything."""
