@@ -29,6 +29,7 @@ PICTURE = ROOT / "docs" / "gain.svg"
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "docs" / "forgetting.md",
     ROOT / "docs" / "huggingface.md",
     ROOT / "docs" / "language-modelling.md",
 )
