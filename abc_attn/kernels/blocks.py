@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from abc_attn.core import Memory, query_scale, transformed
 from abc_attn.kernels.banded import Stretch, Token
-from abc_attn.kernels.kept import Kept
 
 # Queries that share their keys. More of them read more keys in vain; below 192 torch's kernel for the CPU takes 32 at a
 # time instead of 64 and is slower again (measured with n from 16 to 508, d = 64, forward and backward).
@@ -76,65 +75,6 @@ def band_step(token: Token) -> tuple[Tensor, Memory]:
         scores = scores.masked_fill(~used.flatten(0, 1)[:, None], -torch.inf)
     weights = F.dropout(scores.softmax(-1), dropout) if dropout else scores.softmax(-1)
     return torch.bmm(weights, v.flatten(0, 1)).view(*q.shape[:3], -1), memory
-
-
-def kept(stretch: Kept) -> Tensor:
-    """What the queries of a stretch read: a block of them shares its keys, and all blocks are one batch."""
-    q, (sinks, window, most, size) = stretch.q, stretch.keep
-    read_k, read_v = (stretch.sink_k, stretch.k), (stretch.sink_v, stretch.v)
-    if stretch.to_sinks is not None:
-        q, read_k, read_v = _by_columns(q, stretch.to_sinks, read_k, read_v)
-    b, heads, blocks = stretch.kept.shape[:3]
-    first = stretch.place // size  # b   the block of the first query
-    offset = stretch.place - first * size
-
-    def shared(first_tokens: Tensor, x: Tensor) -> Tensor:
-        """For each block the sinks, the kept tokens and those that have not competed: `(b c) h _ d`."""
-        local = _rows(x, stretch.local).unfold(2, window + size, size).mT  # b h c w+B d
-        chosen = _rows(x, stretch.kept.flatten(2)).unflatten(2, (blocks, most))
-        parts = [first_tokens[:, :, None].expand(-1, -1, blocks, -1, -1), chosen, local]
-        return torch.cat(parts, dim=3).transpose(1, 2).flatten(0, 1)
-
-    index = torch.arange(size, device=q.device)
-    seen = torch.arange(window + size, device=q.device) <= window + index[:, None]  # B w+B
-    if not bool((first * size - window >= most).all()):  # rows of the memory may be empty still
-        start = ((first[:, None] + torch.arange(blocks, device=q.device)) * size)[..., None, None]  # b c 1 1
-        parts = [
-            torch.arange(sinks, device=q.device) - sinks <= start + index[:, None],
-            (torch.arange(most, device=q.device) < start - window).expand(-1, -1, size, -1),
-            (torch.arange(window + size, device=q.device) >= window - start) & seen,
-        ]
-        seen = torch.cat(parts, dim=-1).flatten(0, 1)[:, None]  # (b c) 1 B _
-        seen = seen | ~seen.any(-1, keepdim=True)  # what fills a block up must not become NaN
-    else:
-        seen = F.pad(seen, (sinks + most, 0), value=True)
-    group = q.shape[1] // heads
-    mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
-    mask = torch.cat([mask] * group, dim=-2)  # the queries of a group read the same keys, as rows of one product
-    queries = _moved(q, offset, blocks * size).unflatten(1, (heads, group)).unflatten(3, (blocks, size))
-    queries = queries.permute(0, 3, 1, 2, 4, 5).flatten(3, 4).flatten(0, 1)  # (b c) h (g B) d
-    how: dict[str, Any] = {"scale": query_scale(stretch.q, stretch.reading.scale)}
-    keys, values = shared(read_k[0], read_k[1]), shared(read_v[0], read_v[1])
-    out = attention(queries, keys, values, mask, stretch.reading.dropout, **how)
-    out = out.unflatten(0, (b, blocks)).unflatten(3, (group, size)).permute(0, 2, 3, 1, 4, 5)  # b h g c B e
-    out = out.flatten(3, 4).flatten(1, 2)[..., : stretch.v.shape[3]]
-    return _moved(out, -offset, q.shape[2])
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x `b h s d` at `index` `b h i`: whole rows at a time, which is faster than take_along_dim."""
-    b, h, s, d = x.shape
-    at = index + torch.arange(b * h, device=x.device).view(b, h, 1) * s
-    return x.reshape(-1, d).index_select(0, at.flatten()).view(*index.shape, d)
-
-
-def _moved(x: Tensor, by: Tensor, length: int) -> Tensor:
-    """x `b h t d` as the tokens `by` `b` to `by` + t of `length`, beside others that fill it up."""
-    one, t = int(by[0]), x.shape[2]
-    if bool((by == one).all()):
-        return F.pad(x, (0, 0, one, length - one - t))  # negative: cut off
-    at = (torch.arange(length, device=x.device) - by[:, None]).clamp(0, t - 1)
-    return x.take_along_dim(at[:, None, :, None], 2)
 
 
 def _by_columns(

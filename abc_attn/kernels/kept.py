@@ -1,17 +1,18 @@
 """Causal attention over tokens that a control keeps as they are: the last ones, some sinks, and those it has chosen.
 
-Between two decisions of the control (core.Keep) what is read changes by the new tokens alone. So the queries of a block
-share their keys, and no scan over slots is needed. Here is what all backends share: pieces of a long call, and what the
-memory is afterwards.
+Between two decisions of the control (core.Keep) what is read changes by the new tokens alone. So each block of queries
+reads a band (banded.py): the tokens that it has kept, then those that have not competed yet, in order. All blocks of a
+piece are one batch of bands. Here is what all backends share: pieces of a long call, and what the memory is afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from abc_attn.core import (
     Band,
@@ -26,7 +27,7 @@ from abc_attn.core import (
     has_values,
     working_dtype,
 )
-from abc_attn.kernels.banded import Place, Token, first_tokens
+from abc_attn.kernels.banded import Place, Stretch, Token, first_tokens
 from abc_attn.kernels.door import Declined, call
 from abc_attn.state import State
 
@@ -35,22 +36,6 @@ PIECE = 512  # tokens at once: each block has a copy of what it reads
 Inner = tuple[Tensor, ...]
 # stored keys, new keys, the first new token's place, the last one's and the control's state -> rows, state
 Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Inner], tuple[Table, Inner]]
-
-
-class Kept(NamedTuple):
-    """t queries in a row and the tokens that they may read."""
-
-    q: Tensor  # b (h g) t d   all in one dtype
-    to_sinks: Tensor | None  # what reads the sinks in the place of q
-    sink_k: Tensor  # b h s d
-    sink_v: Tensor  # b h s e
-    k: Tensor  # b h n+t d   the memory's rows, then the new tokens
-    v: Tensor  # b h n+t e
-    local: Tensor  # b h w+cB   of k: the tokens in order, from a window before the first block on
-    kept: Tensor  # b h c m   of k: those that are kept in each block
-    place: Tensor  # b   where the first query stands, counted without the sinks; negative for a sink
-    keep: Keep
-    reading: Reading
 
 
 def kept_attention(
@@ -94,8 +79,7 @@ def kept_attention(
             q, k, v, *others = (x.take_along_dim(order, 2) for x in (q, k, v, to_sinks) if x is not None)
             to_sinks = others[0] if others else None
         outs = []
-        first = PIECE - int((before[0] - keep.sinks) % keep.block)  # so that most pieces begin with a block
-        for start, stop in _pieces(t, first, PIECE // keep.block * keep.block or keep.block):
+        for start, stop in _pieces(t, keep.block):
             part = slice(start, stop)
             last = torch.minimum(end, before + stop)
             asks = None if to_sinks is None else to_sinks[:, :, part]
@@ -118,9 +102,11 @@ def _decides(keep: Keep, length: Tensor) -> bool:
     return any(place > 0 and place % keep.block == 0 for place in (length - keep.sinks).tolist())
 
 
-def _pieces(t: int, first: int, size: int) -> list[tuple[int, int]]:
-    edges = [0, *range(first, t, size), t] if first < t else [0, t]
-    return [*zip(edges[:-1], edges[1:], strict=True)]
+def _pieces(t: int, block: int) -> list[tuple[int, int]]:
+    """The first and last tokens of pieces of whole blocks; none is shorter than a block unless the call is."""
+    size = max(1, PIECE // block) * block
+    edges = [*range(0, max(1, t - block), size), t]
+    return [*pairwise(edges)]
 
 
 def _own(keep: Keep, inner: Inner) -> Inner:
@@ -181,19 +167,45 @@ def _piece(
     # 1. The rows of each block, by the control's decisions
     place = before - sinks
     table, own = choose(memory.k[:, :, sinks:].detach(), k.detach(), place, end - sinks, _own(keep, state.inner))
-    start = (place // size * size)[:, None] + torch.arange(table.place.shape[2], device=k.device) * size  # b c
+    blocks, heads = table.place.shape[2], k.shape[1]
+    start = (place // size + torch.arange(blocks, device=k.device)[:, None]).mT * size  # b c   where each block begins
     is_kept = (table.place >= 0) & (table.place < (start - window)[:, None, :, None])
-    kept = table.source.take_along_dim(is_kept.to(k.dtype).topk(most, dim=-1).indices, -1)  # b h c m
-    # 2. What the queries read
+    kept = table.source.take_along_dim(is_kept.to(k.dtype).topk(most, dim=-1).indices.flip(-1), -1)  # b h c m
+    # 2. What the queries read: a band for each block, of which the first rows may be empty
     sink_k, sink_v = k[:, :, :0], v[:, :, :0]
     if sinks:
         sink_k, sink_v = first_tokens(k, v, sinks, memory, before, end)
     all_k, all_v = (torch.cat([old[:, :, sinks:], x], dim=2) for old, x in ((memory.k, k), (memory.v, v)))
-    local = table.line[..., size:].clamp(max=all_k.shape[2] - 1)
-    stretch = Kept(q, to_sinks, sink_k, sink_v, all_k, all_v, local, kept, place, keep, reading)
-    out = call("kept", backend, stretch)
+    local = table.line[..., size:].clamp(max=all_k.shape[2] - 1).unfold(2, window + size, size)  # b h c w+B
+    read = torch.cat([kept, local], dim=3).transpose(1, 2)  # b c h m+w+B
+    read = read + torch.arange(len(k) * heads, device=k.device).view(-1, 1, heads, 1) * all_k.shape[2]
+    band_k, band_v = (
+        x.reshape(-1, x.shape[3]).index_select(0, read.flatten()).view(-1, heads, read.shape[3], x.shape[3])
+        for x in (all_k, all_v)
+    )
+    sink_k_of, sink_v_of = (x[:, None].expand(-1, blocks, -1, -1, -1).flatten(0, 1) for x in (sink_k, sink_v))
+    queries, asks = (
+        None if x is None else _moved(x, place % size, blocks * size).unflatten(2, (blocks, size)).transpose(1, 2)
+        for x in (q, to_sinks)
+    )
+    assert queries is not None
+    stretch = Stretch(
+        queries.flatten(0, 1),
+        None if asks is None else asks.flatten(0, 1),
+        sink_k_of,
+        sink_v_of,
+        band_k,
+        band_v,
+        missing=(most + window - start).clamp(min=0).flatten(),
+        before=(start + sinks).flatten(),
+        band=Band(sinks, most + window + size),
+        reading=reading,
+    )
+    out = call("band", backend, stretch)
     if isinstance(out, Declined):
         return out
+    out = out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)
+    out = _moved(out, -(place % size), q.shape[2])
     # 3. The memory afterwards
     source, used = table.source[:, :, -1, :, None], table.place[:, :, -1] >= 0
     if sinks:
@@ -206,3 +218,12 @@ def _piece(
     inner = (end.clone(), *own) if sinks else own
     memory = Memory(kept_k, kept_v, used.to(k.dtype), used)
     return out, state._replace(memory=memory, inner=inner, length=end)
+
+
+def _moved(x: Tensor, by: Tensor, length: int) -> Tensor:
+    """x `b h t d` as the tokens `by` `b` to `by` + t of `length`, beside others that fill it up."""
+    one, t = int(by[0]), x.shape[2]
+    if bool((by == one).all()):
+        return F.pad(x, (0, 0, one, length - one - t))  # negative: cut off
+    at = (torch.arange(length, device=x.device) - by[:, None]).clamp(0, t - 1)
+    return x.take_along_dim(at[:, None, :, None], 2)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from abc_attn.core import Memory, Reading, full_precision
-from abc_attn.kernels.blocks import attention, band, band_step, kept
+from abc_attn.kernels.blocks import attention, band, band_step
 from abc_attn.kernels.chunked import scan
 from abc_attn.kernels.chunked_mean import mean
 
-__all__ = ["band", "band_step", "describe", "exact", "kept", "mean", "rotate", "scan"]
+__all__ = ["band", "band_step", "describe", "exact", "mean", "rotate", "scan"]
 
 
 def exact(q: Tensor, memory: Memory, seen: Tensor | None, reading: Reading) -> Tensor:
