@@ -254,16 +254,22 @@ class MemoryAttention(nn.Module):
         control.check_inner(state.inner or (), length)
         band = control.band()
         if band is not None:
-            used = band.in_use(length)
+            used = band.in_use(length)[:, None]
             counts = (length, (length - band.sinks).clamp(min=0))
             for count, expected in zip(state.inner or (), counts, strict=False):
                 check_count(count, expected, exact=True)
+        elif (keep := control.keep()) is not None:
+            assert state.inner is not None
+            sinks = torch.arange(keep.sinks, device=length.device) < length[:, None]
+            place = state.inner[2 if keep.sinks else 1]  # checked above
+            used = torch.cat([sinks[:, None].expand(-1, place.shape[1], -1), place >= 0], dim=2)
+            check_count(state.inner[1 if keep.sinks else 0], (length - keep.sinks).clamp(min=0), exact=True)
         elif control.grows:  # a row for every token, and some that padding has left
-            used = memory.used[:, 0]
-            check_count(used.sum(1), length, exact=True)
+            used = memory.used[:, :1]
+            check_count(used[:, 0].sum(1), length, exact=True)
         else:
             return
-        if not torch.equal(memory.used, used[:, None].expand_as(memory.used)):
+        if not torch.equal(memory.used, used.expand_as(memory.used)):
             raise ValueError(
                 f"this state's memory.used does not mark the rows that control {self._described!r} has in use after "
                 f"{length.tolist()[:8]} tokens"

@@ -115,7 +115,7 @@ class Keeping(Control):
         decides = (starts >= before[:, None]) & (starts < end[:, None]) & (starts > 0)
         any_decides = decides.any(0).tolist() if not torch.compiler.is_compiling() else [True] * blocks
         left = starts[:, :1] - self.window - size  # b 1   the first place that may leave the window
-        line = self._line(place, source, before, left[:, 0], self.window + (blocks + 1) * size)
+        line = self._line(place, source, before, left[:, 0], self.window + (blocks + 1) * size, new - 1)
         worth: Tensor | None = None
         if any(any_decides):
             with full_precision(k):
@@ -144,17 +144,17 @@ class Keeping(Control):
         table = Table(*(torch.stack(part, dim=2) for part in (sources, places, freed)), line)
         return table, (end.clamp(min=0), place, *others)
 
-    def _line(self, place: Tensor, source: Tensor, before: Tensor, first: Tensor, length: int) -> Tensor:
+    def _line(self, place: Tensor, source: Tensor, before: Tensor, first: Tensor, length: int, last: int) -> Tensor:
         """Where the tokens at the places from `first` `b` on are, in order: `b h length`, as in `Table.source`.
 
-        Of places that are no longer there, or not yet, some row.
+        Of places that are no longer there, or not yet, some row; token `last` is the last one of the call.
         """
         behind = place - first[:, None, None]
         behind = torch.where((behind >= 0) & (behind < length), behind, length)
         line = torch.zeros(*place.shape[:2], length + 1, dtype=torch.int64, device=place.device)
         line = line.scatter(2, behind, source)[..., :length]
         new = first[:, None, None] + torch.arange(length, device=place.device) - before[:, None, None]
-        return torch.where(new >= 0, self.rows + new, line)
+        return torch.where(new >= 0, self.rows + new.clamp(max=last), line)
 
     def judge(
         self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]

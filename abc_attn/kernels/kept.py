@@ -176,7 +176,7 @@ def _piece(
     if sinks:
         sink_k, sink_v = first_tokens(k, v, sinks, memory, before, end)
     all_k, all_v = (torch.cat([old[:, :, sinks:], x], dim=2) for old, x in ((memory.k, k), (memory.v, v)))
-    local = table.line[..., size:].clamp(max=all_k.shape[2] - 1).unfold(2, window + size, size)  # b h c w+B
+    local = table.line[..., size:].unfold(2, window + size, size)  # b h c w+B
     read = torch.cat([kept, local], dim=3).transpose(1, 2)  # b c h m+w+B
     read = read + torch.arange(len(k) * heads, device=k.device).view(-1, 1, heads, 1) * all_k.shape[2]
     band_k, band_v = (
