@@ -13,6 +13,7 @@ from abc_attn.controls.base import at_least
 from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, has_values, memory_dtype
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
+from abc_attn.kernels.kept import kept_attention
 from abc_attn.kernels.door import Declined, refused
 from abc_attn.state import State
 
@@ -51,6 +52,7 @@ class MemoryAttention(nn.Module):
         self._rows = None if self.control.grows else self.control.rows
         band = self.control.band() if self.causal else None
         self._band = band if band is not None and band.window else None
+        self._keep = self.control.keep() if self.causal else None
 
     def attend(
         self,
@@ -79,6 +81,15 @@ class MemoryAttention(nn.Module):
                 return answer
             if to_sinks is not None:  # only a band has a query of its own for the sinks
                 raise refused(self.backend, answer)
+        if self._keep is not None:
+            options = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
+            options |= {"in_place": self.in_place, "backend": self.backend}
+            before = self._begin(k, v) if state is None else state
+            answer = kept_attention(q, k, v, self._keep, self.control.choose, before, self.reading, **options)
+            if not isinstance(answer, Declined):
+                return answer
+            if to_sinks is not None:
+                raise refused(self.backend, answer)
         length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
         length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
         if self.control.grows:
@@ -89,11 +100,14 @@ class MemoryAttention(nn.Module):
 
     def _nobody(self, q: Tensor, k: Tensor, v: Tensor, state: State | None, cross: bool) -> tuple[Tensor, State]:
         """A batch without rows: nothing is read, and the state has no rows either."""
-        if state is None:
-            memory = empty_memory(k[..., :0] if self.control.linear else k, v, self._rows or 0)
-            inner, length = self.control.begin(0, k.shape[1], k), k.new_zeros(0, dtype=torch.int64)
-            state = State(memory, inner, length, self._described, cross=cross)
+        state = self._begin(k, v)._replace(cross=cross) if state is None else state
         return q.new_zeros(*q.shape[:3], v.shape[-1]), state
+
+    def _begin(self, k: Tensor, v: Tensor) -> State:
+        """The state before any token."""
+        memory = empty_memory(k[..., :0] if self.control.linear else k, v, self._rows or 0)
+        length = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+        return State(memory, self.control.begin(len(k), k.shape[1], k), length, self._described)
 
     @property
     def reading(self) -> Reading:
@@ -137,7 +151,11 @@ class MemoryAttention(nn.Module):
                 q, k, v, mean.log_weights, memory, inner[0], self.reading, **options
             )
             return out, State(memory, (log_total,), length, self._described)
-        decided, inner = self.control(source, k, key_padding_mask, inner)
+        if self.control.sees_memory:
+            memory = empty_memory(k, v, self._rows or 0) if memory is None else memory
+            decided, inner = self.control(source, k, key_padding_mask, inner, memory)
+        else:
+            decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].expand(len(k), -1, -1).clone()
@@ -236,16 +254,22 @@ class MemoryAttention(nn.Module):
         control.check_inner(state.inner or (), length)
         band = control.band()
         if band is not None:
-            used = band.in_use(length)
+            used = band.in_use(length)[:, None]
             counts = (length, (length - band.sinks).clamp(min=0))
             for count, expected in zip(state.inner or (), counts, strict=False):
                 check_count(count, expected, exact=True)
+        elif (keep := control.keep()) is not None:
+            assert state.inner is not None
+            sinks = torch.arange(keep.sinks, device=length.device) < length[:, None]
+            place = state.inner[2 if keep.sinks else 1]  # checked above
+            used = torch.cat([sinks[:, None].expand(-1, place.shape[1], -1), place >= 0], dim=2)
+            check_count(state.inner[1 if keep.sinks else 0], (length - keep.sinks).clamp(min=0), exact=True)
         elif control.grows:  # a row for every token, and some that padding has left
-            used = memory.used[:, 0]
-            check_count(used.sum(1), length, exact=True)
+            used = memory.used[:, :1]
+            check_count(used[:, 0].sum(1), length, exact=True)
         else:
             return
-        if not torch.equal(memory.used, used[:, None].expand_as(memory.used)):
+        if not torch.equal(memory.used, used.expand_as(memory.used)):
             raise ValueError(
                 f"this state's memory.used does not mark the rows that control {self._described!r} has in use after "
                 f"{length.tolist()[:8]} tokens"

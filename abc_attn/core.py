@@ -48,6 +48,29 @@ class Band(NamedTuple):
         return first < count[:, None]  # once the first token of a row has come, the row is in use
 
 
+class Keep(NamedTuple):
+    """What a causal control reads whose rows hold single tokens that it chooses: the first `sinks` tokens; and by its
+    decisions, one every `block` tokens, `kept` of those before the last `window`."""
+
+    sinks: int
+    window: int
+    kept: int
+    block: int
+
+    @property
+    def rows(self) -> int:
+        return self.sinks + self.window + self.kept + self.block
+
+
+class Table(NamedTuple):
+    """Which token each row of a memory holds at the end of each block of tokens; c blocks."""
+
+    source: Tensor  # b h c n   a row of the memory before the call or, from n on, a token of the call
+    place: Tensor  # b h c n   where in the text it stands; -1: the row is free
+    freed: Tensor  # b h c n   bool: rows that the decision at the block's start has freed
+    line: Tensor  # b h l   sources of the tokens in order, from a window and a block before the first block on
+
+
 class Memory(NamedTuple):
     """The bounded memory. Its size never depends on t."""
 

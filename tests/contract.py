@@ -82,6 +82,8 @@ VARIANTS = [
     Case("global:{n}", {"positions": (2,)}),
     Case("compressive:{n}", {"ratio": 3}),
     Case("rfa:{n}", {"floor": 3.0}),
+    Case("keydiff:{n}", {"block": 3}),
+    Case("knorm:{n}", {"block": 4}),
 ]
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
@@ -92,6 +94,9 @@ COMPOSITIONS = [
     Case("global:{n}+compressive:{n}", {"every": 4}),
     Case("dilated:3+linformer:{n}"),
     Case("elu+favor:{n}"),
+    Case("window:{n}+keydiff:{n}", {"block": 4}),
+    Case("global:3+window:5+keydiff:{n}", {"block": 3}),
+    Case("global:2+window:{n}+knorm:3+random:{n}", {"block": 2}),
 ]
 NAMED = [Case(name if name in ("softmax", "elu") else f"{name}:{{n}}") for name in CONTROLS]
 GATED = [
@@ -298,7 +303,7 @@ def judge(found: Results, expected: Expected, form: Form, where: str) -> None:
 
 # One rounding of what the kernel is given
 
-KERNELS = ("scan", "mean_attention", "write", "read", "banded")  # by which abc_attn.attention reaches the kernels
+KERNELS = ("scan", "mean_attention", "write", "read", "banded", "kept_attention")  # by which abc_attn.attention reaches the kernels
 STEPS = ("write_token", "read_memory", "divide")  # of which core.reference is made
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from abc_attn.checks import check_inner_like
-from abc_attn.core import Band, Mean, Write, memory_dtype
+from abc_attn.core import Band, Keep, Mean, Memory, Table, Write, memory_dtype
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.plugins import load_entry_points
 
@@ -43,6 +43,9 @@ class Control(nn.Module):
     composable: bool = True
     holds_tokens: bool = False  # keeps single tokens for good ...
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
+    sees_memory: bool = False  # `forward` takes the memory before the call as well
+    follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
+    discontinuous: bool = False  # hard choices: a rounding may change what is kept
 
     name: str = ""  # as registered
     gating: str = ""  # what `describe` says of a gate inside
@@ -76,6 +79,7 @@ class Control(nn.Module):
         """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; and the new state.
 
         key_padding_mask `b t` is True at padding, which must not count in anything that is normalised or carried on.
+        With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x.
         """
         raise NotImplementedError
 
@@ -91,6 +95,16 @@ class Control(nn.Module):
     def band(self) -> Band | None:
         """Which tokens a causal query reads, of a control that keeps tokens as they are and no more."""
         return None
+
+    def keep(self) -> Keep | None:
+        """The same of a control whose rows hold tokens that it chooses (keeping.py), and no more."""
+        return None
+
+    def choose(
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Table, tuple[Tensor, ...]]:
+        """... and its choices: see keeping.py."""
+        raise NotImplementedError
 
     def features(self, q: Tensor) -> Tensor:
         """f(q), `b h t d` -> `b h t n`, for a linear read."""
@@ -431,11 +445,12 @@ class Composition(Control):
             )
             raise ValueError(f"the parts of a '+' must share one kind of read: {kinds}")
         self.online = all(part.online for part in parts)
+        slots = sum(part.slots for part in parts)
         # A read ignores the order of slots, so it is free: those that hold tokens are asked first.
-        parts = sorted(parts, key=lambda part: not part.holds_tokens)
+        parts = sorted(_join_windows(parts), key=lambda part: not part.holds_tokens)
         first = parts[0]
         super().__init__(
-            sum(part.slots for part in parts),
+            slots,
             embed_dim=first.embed_dim,
             num_heads=first.num_heads,
             head_dim=first.head_dim,
@@ -444,23 +459,33 @@ class Composition(Control):
         self.parts: Iterable[Control] = nn.ModuleList(parts)  # type: ignore[assignment]
         self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
+        self.sees_memory = any(part.sees_memory for part in parts)
+        self.discontinuous = any(part.discontinuous for part in parts)
         self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
         return tuple(tensor for part in self.parts for tensor in part.begin(batch, heads, like) or ())
 
     def forward(
-        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+        self,
+        x: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        state: InnerState,
+        memory: Memory | None = None,
     ) -> tuple[Write, InnerState]:
         states = self._of_parts(state or ())
         decided: list[tuple[Write, InnerState]] = []
         held = None  # b t   tokens that some part keeps for good
+        row = 0
         for part, own in zip(self.parts, states, strict=True):
+            rows = slice(row, row := row + part.rows)
+            seen = (Memory(*(x[:, :, rows] for x in memory)),) if part.sees_memory and memory is not None else ()
             if held is None or not part.skips_held:
-                write, own = part(x, k, key_padding_mask, own)
+                write, own = part(x, k, key_padding_mask, own, *seen)
             else:  # to this part a held token is as good as padding
                 left_out = held if key_padding_mask is None else held | key_padding_mask
-                write, own = part(x, k, left_out, own)
+                write, own = part(x, k, left_out, own, *seen)
                 write = _silence(write, left_out)
             decided.append((write, own))
             if part.holds_tokens:
@@ -482,6 +507,17 @@ class Composition(Control):
                 return Band(sinks, window)
         return None
 
+    def keep(self) -> Keep | None:
+        match [*self.parts]:
+            case [part]:
+                return part.keep()
+            case [first, part] if first.band() == Band(sinks=first.slots) and (keep := part.keep()):
+                return keep._replace(sinks=first.slots)
+        return None
+
+    def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
+        return [*self.parts][-1].choose(*given)
+
     def features(self, q: Tensor) -> Tensor:
         return torch.cat([part.features(q) for part in self.parts], dim=-1)
 
@@ -498,6 +534,22 @@ class Composition(Control):
 
     def describe(self) -> str:
         return "+".join(part.describe() for part in self.parts)
+
+
+def _join_windows(parts: Sequence[Control]) -> list[Control]:
+    """The parts, without a window whose rows another part takes over."""
+    following = [part for part in parts if part.follows_window]
+    if not following:
+        return [*parts]
+    windows = [part for part in parts if part.title() == "control 'window'"]  # gated ones too
+    names = " + ".join(part.describe() for part in parts)
+    if len(following) > 1 or len(windows) > 1:
+        raise ValueError(f"one control that keeps tokens goes beside one window, got {names}")
+    for window in windows:
+        if window.band() is None:
+            raise ValueError(f"{following[0].title()} keeps tokens as they are: the window beside it takes no gate")
+        following[0].window = window.slots  # type: ignore[assignment]
+    return [part for part in parts if part not in windows]
 
 
 def _silence(write: Write, padding: Tensor) -> Write:

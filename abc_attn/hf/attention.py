@@ -165,7 +165,8 @@ class ConvertedAttention(MemoryAttention):
             if position_embeddings is not None:
                 given = position_embeddings
                 rotation = given if isinstance(given, Rotation) else Rotation(Angles.of(*given))
-                if self._band is None or not self._band.sinks:  # one of several layers, and others have sinks
+                held = self._band or self._keep
+                if held is None or not held.sinks:  # one of several layers, and others have sinks
                     rotation = rotation._replace(to_sinks=None)
             q, k, v, to_sinks = self.heads(hidden_states, source, rotation)
             assert k is not None

@@ -4,7 +4,7 @@ positions="slot" counts them inside the memory, so that a stream may go on for e
 distance t - j, and sink i (the i-th of the first g tokens, which a `global` part holds) as if the text had just filled
 the memory: the query at min(t, slots - 1), the sink at i. Scores depend on distances alone, so the window is served by
 the ordinary rotation, with angles in fp64 to stay exact at positions of millions, and the sinks by a second rotation of
-the query.
+the query. Tokens that `keydiff` or `knorm` keep are seen at their true distance, like those of the window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.core import Band
+from abc_attn.core import Band, Keep
 from abc_attn.kernels import rotate
 
 POSITIONS = ("absolute", "slot")
@@ -54,13 +54,15 @@ class Rotation(NamedTuple):
         return self.angles.rotate(q), self.angles.rotate(k), to_sinks
 
 
-def band_for_slots(control: Control) -> Band:
+def band_for_slots(control: Control) -> Band | Keep:
     """The tokens that a control keeps whole, whose positions can be counted inside the memory."""
-    band = control.band()
+    band, keep = control.band(), control.keep()
+    if keep is not None:
+        return keep
     if band is None or not band.window or band.dilation > 1:
         raise ValueError(
             "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
-            f"ungated, not {control.title()}; use positions='absolute'"
+            f"ungated, and 'keydiff' or 'knorm' beside them, not {control.title()}; use positions='absolute'"
         )
     return band
 

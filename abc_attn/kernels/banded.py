@@ -190,7 +190,7 @@ def _stretch(
     begin = before - sinks  # the first new token's place among those that pass through the ring; negative for a sink
     sink_k, sink_v, lead = k[:, :, :0], v[:, :, :0], 0
     if sinks:
-        sink_k, sink_v = _sinks(k, v, band, memory, before, end)
+        sink_k, sink_v = first_tokens(k, v, sinks, memory, before, end)
     if memory is not None:  # the new tokens go on from those in the ring, oldest first
         age = _ring_row(band, begin[:, None] + torch.arange(ring, device=k.device))[:, None, :, None]
         k = torch.cat([memory.k.take_along_dim(age, 2), k], dim=2)
@@ -220,18 +220,18 @@ def _stretch(
     return out, Memory(kept_k, kept_v, used.to(k.dtype), used)
 
 
-def _sinks(
-    k: Tensor, v: Tensor, band: Band, memory: Memory | None, count: Tensor, end: Tensor
+def first_tokens(
+    k: Tensor, v: Tensor, sinks: int, memory: Memory | None, count: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the first tokens, from the memory and from the new ones; zeros for those yet to come."""
-    sink = torch.arange(band.sinks, device=k.device)
+    sink = torch.arange(sinks, device=k.device)
     at = (sink - count[:, None]).clamp(0, k.shape[2] - 1)[:, None, :, None]
     come = (sink < end[:, None])[:, None, :, None]
     new_k, new_v = (x.take_along_dim(at, 2).masked_fill(~come, 0) for x in (k, v))
     if memory is None:
         return new_k, new_v
     held = (sink < count[:, None])[:, None, :, None]
-    old_k, old_v = memory.k[:, :, : band.sinks], memory.v[:, :, : band.sinks]
+    old_k, old_v = memory.k[:, :, :sinks], memory.v[:, :, :sinks]
     return torch.where(held, old_k, new_k), torch.where(held, old_v, new_v)
 
 

@@ -50,7 +50,8 @@ struct Ring {
     int64_t rows, heads, g, n, d, e, sinks, threads;
     float scale;
     const float *q, *to_sinks, *k, *v;  // to_sinks: the query for the first `sinks` slots, or null
-    const int64_t *at;                  // b   the slot that the token replaces
+    const int64_t *at;                  // the slot that the token replaces, one for every `heads` rows
+    const uint8_t *used;                // rows n   slots that are read; null: all
     float *memory_k, *memory_v, *out;
 };
 

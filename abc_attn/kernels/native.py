@@ -57,7 +57,7 @@ def _struct(sizes: Sequence[str], pointers: Sequence[str], floats: Sequence[str]
 _Args = _struct(_SIZES, _POINTERS, ("scale", "floor"))
 _Ring = _struct(
     ("rows", "heads", "g", "n", "d", "e", "sinks", "threads"),
-    ("q", "to_sinks", "k", "v", "at", "memory_k", "memory_v", "out"),
+    ("q", "to_sinks", "k", "v", "at", "used", "memory_k", "memory_v", "out"),
 )
 _Band = _struct(
     ("rows", "heads", "g", "t", "lead", "window", "sinks", "d", "e", "threads"),
@@ -266,12 +266,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | Declined:
 
 
 def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
-    """A token replaces a row of a full memory, in place, and the memory is read as a whole."""
+    """A token replaces a row of the memory, in place, and all rows in use are read."""
     q, k, v, memory, row = token.q, token.k, token.v, token.memory, token.place.row
     batch, heads, n, d = memory.k.shape
     e = memory.v.shape[3]
-    if not (token.in_place and token.place.full) or token.key_padding_mask is not None or token.band.dilation > 1:
-        return Declined("it replaces a token of a full memory in place, without padding or dilation")
+    if not token.in_place or token.key_padding_mask is not None or token.band.dilation > 1:
+        return Declined("it replaces a token of the memory in place, without padding or dilation")
     if token.reading.dropout:
         return _NO_DROPOUT
     if d % 16 or e % 16:
@@ -279,16 +279,24 @@ def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
     if declined := _not_for(memory.k, memory.v):
         return declined
     # What does not fit is left to torch, which says so: a state may come from a file.
-    shapes = (k.shape, v.shape, memory.v.shape[:3], row.numel(), row.dtype, len(q), q.shape[1] % heads, q.shape[2:])
-    fitting = ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), batch, torch.int64, batch, 0, (1, d))
-    if shapes != fitting or token.band.sinks > n:
+    shapes = (k.shape, v.shape, memory.v.shape[:3], row.dtype, len(q), q.shape[1] % heads, q.shape[2:])
+    fitting = ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), torch.int64, batch, 0, (1, d))
+    if shapes != fitting or token.band.sinks > n or row.numel() not in (batch, batch * heads):
         return _SHAPES
     if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
         return Declined("the memory must be contiguous to be written in place")
-    sizes = (batch * heads, heads, q.shape[1] // heads, n, d, e, token.band.sinks, torch.get_num_threads())
+    used = None
+    if not token.place.full:
+        used = memory.used
+        if used.shape != (batch, heads, n) or memory.mass.shape != used.shape or not used.is_contiguous():
+            return _SHAPES
+        used.scatter_(2, row[..., 0].expand(-1, heads, -1), True)
+        memory.mass.scatter_(2, row[..., 0].expand(-1, heads, -1), 1.0)
+    per_slot = batch * heads // row.numel()  # heads that share a slot
+    sizes = (batch * heads, per_slot, q.shape[1] // heads, n, d, e, token.band.sinks, torch.get_num_threads())
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
-    given = [None if x is None else x.contiguous() for x in (q, token.to_sinks, k, v, row)]
+    given = [None if x is None else x.contiguous() for x in (q, token.to_sinks, k, v, row, used)]
     pointers = [None if x is None else x.data_ptr() for x in (*given, memory.k, memory.v, out)]
     _finish(_library().abc_ring(ctypes.byref(_Ring(*sizes, query_scale(q, token.reading.scale), *pointers))))
     return out, memory

@@ -1,5 +1,5 @@
 // One decoding step of a window, with or without sinks (banded.py: a memory whose rows are tokens). The new key and value
-// replace one row of the memory in place, then each query reads all rows: the ring buffer of docs/maths.md and eq. 4. The
+// replace one row of the memory in place, then each query reads all rows in use: the ring buffer of docs/maths.md and eq. 4. The
 // memory is loaded once; that load is nearly all of the time.
 
 // Floats of a row of scores: n rounded up to whole vectors. What is beyond n gets the score -inf, so no weight.
@@ -34,7 +34,8 @@ static void ring_queries(const Ring *a, int64_t row, int64_t first, float *score
             vec key = load(keys + c);
             for (int g = 0; g < G; g++) dot[g] += load(by + g * d + c) * key;
         }
-        for (int g = 0; g < G; g++) scores[g * ld + j] = sum(dot[g]) * a->scale;
+        const bool read = !a->used || a->used[row * n + j];
+        for (int g = 0; g < G; g++) scores[g * ld + j] = read ? sum(dot[g]) * a->scale : -INFINITY;
     }
     // 2. Softmax weights, not yet divided by their sum
     float share[G];

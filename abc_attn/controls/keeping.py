@@ -1,0 +1,220 @@
+"""Controls that keep the tokens that matter, without training: those that leave a window compete for m slots.
+
+Decisions fall as tokens 0, B, 2B, ... of the text arrive, whatever the calls are. At token c B those before c B - w have
+left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that it
+was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows, full
+just before a decision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from abc_attn.checks import check_count
+from abc_attn.controls.base import Control, InnerState, at_least, register_control, whole
+from abc_attn.core import Keep, Memory, Table, Write, full_precision
+
+PIECE = 512  # tokens that are decided about at once: scores of all against all decisions would grow with the square
+_NEVER = torch.iinfo(torch.int64).min
+_PLACES = 2**44  # more than a text has tokens; what is left of 64 bits is for scores
+
+
+class Keeping(Control):
+    """A control whose rows hold single tokens: the last ones, and m of the others, chosen by their keys."""
+
+    mask_empty = True
+    skips_held = True
+    sees_memory = True
+    follows_window = True
+    discontinuous = True
+    window = 0  # tokens that do not compete yet; the window beside it, which `+` joins to it
+
+    def __init__(self, slots: int, *, block: int = 64, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
+        self.block = at_least(1, block=block)
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return cls.declared()  # no gate: what is kept is kept as it is
+
+    @classmethod
+    def rows_of(cls, slots: int, options: dict[str, Any]) -> int:
+        return slots + whole(options.get("block", 64))
+
+    @property
+    def rows(self) -> int:
+        return self.window + self.slots + self.block
+
+    def describe(self) -> str:
+        return (f"window:{self.window}+" if self.window else "") + super().describe()
+
+    def keep(self) -> Keep | None:
+        return Keep(0, self.window, self.slots, self.block)
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        count = torch.zeros(batch, dtype=torch.int64, device=like.device)
+        return count, torch.full((batch, heads, self.rows), -1, dtype=torch.int64, device=like.device)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState, memory: Memory
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        t, real, keys = k.shape[2], None, k.detach().to(memory.k.dtype)
+        count, tokens = state[0], torch.full_like(state[0], t)
+        if key_padding_mask is not None:  # the real tokens to the front, in order
+            real = (~key_padding_mask).cumsum(1)
+            tokens = real[:, -1]
+            order = key_padding_mask.sort(dim=1, stable=True).indices
+            keys = keys.take_along_dim(order[:, None, :, None], 2)
+        phi, freed = [], []
+        stored = memory.k.detach()
+        for start in range(0, t, PIECE):
+            new = keys[:, :, start : start + PIECE]
+            before = count + tokens.clamp(max=start)
+            end = count + tokens.clamp(max=start + new.shape[2])
+            table, state = self.choose(stored, new, before, end, state)
+            both = torch.cat([stored, new], dim=2)
+            stored = both.take_along_dim(table.source[:, :, -1, :, None], 2)
+            # Token j enters the row that holds it at the end of its block; with the first of a block, rows become free.
+            index = torch.arange(new.shape[2], device=k.device)
+            place = before[:, None] + index  # b t
+            of_block = (place // self.block - (before // self.block)[:, None]).clamp(max=table.source.shape[2] - 1)
+            of_block = of_block[:, None, :, None]
+            phi.append(table.source.take_along_dim(of_block, 2) == self.rows + index[:, None])
+            first = (place % self.block == 0) & (place < end[:, None])
+            freed.append(table.freed.take_along_dim(of_block, 2) & first[:, None, :, None])
+        entered, emptied = torch.cat(phi, dim=2), torch.cat(freed, dim=2)
+        if real is not None:  # back to where the tokens were
+            at = (real - 1).clamp(min=0)[:, None, :, None]
+            hidden = key_padding_mask[:, None, :, None]  # type: ignore[index]
+            entered, emptied = (part.take_along_dim(at, 2) & ~hidden for part in (entered, emptied))
+        log_decay = torch.zeros_like(entered, dtype=memory.k.dtype).masked_fill(emptied, -torch.inf)
+        return Write(entered.to(memory.k.dtype), log_decay), state
+
+    @torch.no_grad()
+    def choose(
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[Table, tuple[Tensor, ...]]:
+        """Which token each row holds, block by block, as new keys k `b h t d` come to those `stored` `b h n d`.
+
+        Places count the control's own tokens: the first new one has the place `before` `b` (negative: not yet one of
+        them), those up to `end` are real.
+        """
+        _, place, *others = state
+        rows, size, new = self.rows, self.block, k.shape[2]
+        first_block = before // size  # b
+        blocks = (new + size - 2) // size + 1
+        if not torch.compiler.is_compiling():
+            blocks = max(1, int(((end - 1) // size - first_block).max()) + 1)
+        keys = torch.cat([stored, k], dim=2)
+        source = torch.arange(rows, device=k.device).expand(place.shape)
+        starts = (first_block[:, None] + torch.arange(blocks, device=k.device)) * size  # b c
+        decides = (starts >= before[:, None]) & (starts < end[:, None]) & (starts > 0)
+        any_decides = decides.any(0).tolist() if not torch.compiler.is_compiling() else [True] * blocks
+        left = starts[:, :1] - self.window - size  # b 1   the first place that may leave the window
+        line = self._line(place, source, before, left[:, 0], self.window + (blocks + 1) * size, new - 1)
+        worth: Tensor | None = None
+        if any(any_decides):
+            with full_precision(k):
+                worth, others = self.judge(keys, line[..., : blocks * size], decides, left, others)
+        sources, places, freed = [], [], []
+        for i in range(blocks):
+            start = starts[:, i, None, None]
+            gone = torch.zeros_like(place, dtype=torch.bool)
+            if any_decides[i]:
+                assert worth is not None
+                competes = (place >= 0) & (place < start - self.window) & decides[:, i, None, None]
+                # On a tie the later token stays: then no two are equal.
+                score = worth[..., min(i, worth.shape[-1] - 1)].take_along_dim(source, 2) * _PLACES + place
+                score = score.masked_fill(~competes, _NEVER)
+                gone = competes & (score < score.topk(self.slots, dim=-1).values[..., -1:])
+                place = place.masked_fill(gone, -1)
+            begin = torch.maximum(start, before[:, None, None]).clamp(min=0)
+            free = place < 0
+            rank = free.cumsum(-1) - 1
+            enters = free & (rank < torch.minimum(end[:, None, None], start + size) - begin)
+            place = torch.where(enters, begin + rank, place)
+            source = torch.where(enters, rows + begin - before[:, None, None] + rank, source)
+            sources.append(source)
+            places.append(place)
+            freed.append(gone)
+        table = Table(*(torch.stack(part, dim=2) for part in (sources, places, freed)), line)
+        return table, (end.clamp(min=0), place, *others)
+
+    def _line(self, place: Tensor, source: Tensor, before: Tensor, first: Tensor, length: int, last: int) -> Tensor:
+        """Where the tokens at the places from `first` `b` on are, in order: `b h length`, as in `Table.source`.
+
+        Of places that are no longer there, or not yet, some row; token `last` is the last one of the call.
+        """
+        behind = place - first[:, None, None]
+        behind = torch.where((behind >= 0) & (behind < length), behind, length)
+        line = torch.zeros(*place.shape[:2], length + 1, dtype=torch.int64, device=place.device)
+        line = line.scatter(2, behind, source)[..., :length]
+        new = first[:, None, None] + torch.arange(length, device=place.device) - before[:, None, None]
+        return torch.where(new >= 0, self.rows + new.clamp(max=last), line)
+
+    def judge(
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """How much each of `keys` `b h s d` is worth, as whole numbers `b h s c`, at each decision (or `b h s 1`); and
+        what the control keeps beside the places.
+
+        Decision i is about those that stayed and, new among them, tokens i B to (i + 1) B of `line`; `left` is the
+        place of the first of these.
+        """
+        raise NotImplementedError
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        count, place, *_ = inner
+        check_count(count, length, exact=False)
+        local = (((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)  # has not competed
+        kept, local = local.clamp(max=self.slots)[:, None], local[:, None, None]
+        held, recent = (place >= 0) & (place < local), place >= local
+        distinct = place.sort(-1).values
+        distinct = (distinct[..., 1:] > distinct[..., :-1]) | (distinct[..., 1:] < 0)
+        fits = (held.sum(-1) == kept) & (recent.sum(-1) == count[:, None] - local[..., 0])
+        if not bool(((place >= -1) & (place < count[:, None, None])).all() and fits.all() and distinct.all()):
+            raise ValueError(
+                f"this state's places in the text are not those that {self.title()} has after "
+                f"{count.tolist()[:8]} tokens"
+            )
+
+
+@register_control("keydiff")
+class KeyDiff(Keeping):
+    """Keeps, of what leaves the window, the keys least similar to their running mean (KeyDiff, Park et al. 2025)."""
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        total = torch.zeros(batch, heads, self.head_dim, dtype=torch.float64, device=like.device)
+        return *super().begin(batch, heads, like), total  # type: ignore[misc]
+
+    def judge(
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        unit = torch.nn.functional.normalize(keys.double(), dim=-1)
+        entering = unit.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))  # b h c B d
+        place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
+        counts = (place >= 0) & decides[..., None]
+        totals = others[0][:, :, None] + entering.where(counts[:, None, ..., None], 0).sum(3).cumsum(2)  # b h c d
+        cosine = unit @ torch.nn.functional.normalize(totals, dim=-1).mT
+        return _grid(-cosine * 4096), [totals[:, :, -1].clone()]
+
+
+@register_control("knorm")
+class KNorm(Keeping):
+    """Keeps, of what leaves the window, the keys of least norm (Devoto et al. 2024)."""
+
+    def judge(
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return _grid(-keys.double().norm(dim=-1, keepdim=True).log2() * 1024), others
+
+
+def _grid(score: Tensor) -> Tensor:
+    """Scores as whole numbers. The same token twice has equal scores, and must have them whatever the rounding of a
+    product is, which differs from one way to split a text to another."""
+    return score.nan_to_num(0, 2.0**18, -(2.0**18)).clamp(-(2.0**18), 2.0**18).round().long()
