@@ -244,6 +244,11 @@ def add_convert(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as in SOURCE; float32 from GGUF)"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("int8",),
+        help="of linear layers and the head, a scale for each output (default: floats, as --dtype says)",
+    )
     parser.add_argument("--untied", action="store_true", help="a control for each layer instead of one for all")
     parser.add_argument(
         "--positions",

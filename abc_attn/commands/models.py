@@ -63,7 +63,8 @@ def convert(arguments: argparse.Namespace) -> None:
         from abc_attn.hf.sources import load_source, load_source_tokenizer
         from abc_attn.models.saved import load_model, load_tokenizer
 
-        given = {name: getattr(arguments, name) for name in ("control", "slots", "where", "positions", "dtype")}
+        options = ("control", "slots", "where", "positions", "dtype", "weights")
+        given = {name: getattr(arguments, name) for name in options}
         given |= {"layers": "all" if "all" in (arguments.layers or ()) else arguments.layers}
         given |= {"tie_control": not arguments.untied}
         original = load_source(source, dtype=arguments.dtype) if folder is None else load_model(folder)
