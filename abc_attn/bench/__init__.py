@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from abc_attn import Memory, mlp_attention
+from abc_attn.bench.encoding import encode_model
 from abc_attn.bench.generation import generate
 from abc_attn.bench.measure import (
     BASELINES,
@@ -30,6 +31,7 @@ from abc_attn.bench.measure import (
     runner,
 )
 from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
+from abc_attn.bench.translation import translate
 from abc_attn.progress import Progress
 from abc_attn.provenance import backends
 
@@ -38,7 +40,7 @@ LONGEST_CALL = 15.0  # seconds: `scaling` leaves out a baseline at lengths where
 PREFILL = 1024  # tokens at a time
 ALONE = 600  # repetitions of a step at every context, without the baselines (a minute); medians of 150 vary by 6 %
 
-Outcome = tuple[list[Row], dict[str, float]]
+Outcome = tuple[list[Row], dict[str, float | str]]
 
 
 def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], None], skip: dict[Work, str]) -> list[Row]:
@@ -269,6 +271,8 @@ BENCHMARKS: dict[str, Callable[..., Outcome]] = {
     "encode": encode,
     "scaling": scaling,
     "generate": generate,
+    "translate": translate,
+    "encode-model": encode_model,
 }
 
 
