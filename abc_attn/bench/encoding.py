@@ -77,13 +77,13 @@ def encode_model(
         shape = encoders.Shape(layers, width, heads, words, max(lengths))
         kinds = len(TITLES) + 2 * len(slots)
         check_fits(f"{kinds} models of {layers} layers and width {width}", kinds * shape.nbytes)
-        hidden = FLOAT * max(batch * lengths[0], max(lengths)) * 8 * width
-        check_fits(f"a batch of {batch} texts of {lengths[0]} tokens, or one of {max(lengths)},", hidden)
+        _check_batch(lengths, batch, width)
         contenders = _random(shape, slots)
     else:
         contenders = _saved(model, max(lengths))
         config = contenders[0].model.config
         width, heads = config.hidden_size, config.num_attention_heads
+        _check_batch(lengths, batch, width)
     rows: list[EncoderRow] = []
     steps = len(contenders) * (1 + 2 * len(lengths))
     with Progress("bench encode-model", steps) as progress:
@@ -103,6 +103,14 @@ def encode_model(
             give_back_memory()
     compare_rows(rows, EXACT)
     return [*rows], _compare(rows)
+
+
+def _check_batch(lengths: Sequence[int], batch: int, width: int) -> None:
+    """Refuse what could only fail in the middle of the run: what a layer computes from its tokens must fit."""
+    tokens = max(batch * lengths[0], max(lengths))
+    check_fits(
+        f"a batch of {batch} texts of {lengths[0]} tokens, or one of {max(lengths)},", FLOAT * tokens * 8 * width
+    )
 
 
 def _random(shape: Shape, slots: Sequence[int]) -> list[Contender]:
