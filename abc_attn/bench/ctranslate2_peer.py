@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from abc_attn.bench.measure import give_back_memory, high_water
 
-INSTALL = "pip install 'abc-attn[peers]'"
+INSTALL = "pip install 'abc-attn[bench]'"
 END = "</s>"
 WHOLE_INPUT = 0  # its max_input_length that cuts nothing off; by default it reads 1,024 tokens
 

@@ -79,13 +79,13 @@ def prepare(original: PreTrainedModel, method: str, slots: int | None) -> PreTra
 
 
 def load_encoder(folder: Path, tokens: int) -> PreTrainedModel:
-    """The encoder saved in a folder, without its head, in fp32; it has positions for so many tokens."""
+    """The encoder saved in a folder, in fp32, perhaps with a head; it has positions for so many tokens."""
     model: Any = load_model(folder)
     if model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"{folder} holds a {type(model).__name__}, which generates; an encoder is needed")
     if (most := most_tokens(model)) is not None and tokens > most:
         raise ValueError(f"{folder} has positions for {most} tokens, --tokens asks for {tokens}")
-    return model.base_model.float()
+    return model.float()
 
 
 def load_encoders(folders: Sequence[Path], tokens: int) -> dict[str, PreTrainedModel]:
@@ -104,12 +104,12 @@ def load_encoders(folders: Sequence[Path], tokens: int) -> dict[str, PreTrainedM
 
 
 def encode(model: Any, batch: int, tokens: int) -> Callable[[], Tensor]:
-    """A call that encodes random words."""
+    """A call that encodes random words, without a head if there is one."""
     words = torch.randint(4, model.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
 
     @torch.inference_mode()
     def run() -> Tensor:
-        return model(words).last_hidden_state
+        return model.base_model(words).last_hidden_state
 
     return run
 

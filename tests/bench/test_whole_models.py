@@ -216,9 +216,10 @@ def test_saved_encoders_against_the_original(tmp_path, capsys):
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=22,
     )  # fmt: skip
-    original, bounded = tmp_path / "original", tmp_path / "mlp-4"
+    original, bounded, twin = tmp_path / "original", tmp_path / "mlp-4", tmp_path / "twin" / "original"
     model = transformers.RobertaForMaskedLM(config)
     model.save_pretrained(original)
+    model.save_pretrained(twin)
     convert(model, "mlp", 4).save_pretrained(bounded)
     folders = ["--model", str(original), str(bounded), "--tokens", "20"]
     code, found = run("encode-model", tmp_path, *folders)
@@ -230,7 +231,7 @@ def test_saved_encoders_against_the_original(tmp_path, capsys):
     for line, said in (
         (["--model", str(bounded), str(original)], "name the original first"),
         (["--model", str(original), "--tokens", "21"], "has positions for 20 tokens, --tokens asks for 21"),
-        (["--model", str(original), str(original)], "two of the folders are called 'original'"),
+        (["--model", str(original), str(twin)], "two of the folders are called 'original'"),
     ):
         assert main(["bench", "encode-model", *RUNS["encode-model"].split(), "--tokens", "20", *line]) == 2
         assert said in capsys.readouterr().err
