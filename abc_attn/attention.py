@@ -69,7 +69,7 @@ class MemoryAttention(nn.Module):
 
         `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
         """
-        if not len(k):
+        if not k.shape[0]:
             return self._nobody(q, k, v, state, cross)
         if self._band is not None:
             options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
@@ -79,7 +79,7 @@ class MemoryAttention(nn.Module):
                 return answer
             if to_sinks is not None:  # only a band has a query of its own for the sinks
                 raise refused(self.backend, answer)
-        length = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.length
+        length = k.new_zeros(k.shape[0], dtype=torch.int64) if state is None else state.length
         length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
         if self.control.grows:
             out, state = self._exact(q, k, v, key_padding_mask, state, length)
@@ -123,7 +123,7 @@ class MemoryAttention(nn.Module):
         below: Tensor | None,
     ) -> tuple[Tensor, State]:
         memory, inner = (
-            (None, self.control.begin(len(k), k.shape[1], k)) if state is None else (state.memory, state.inner)
+            (None, self.control.begin(k.shape[0], k.shape[1], k)) if state is None else (state.memory, state.inner)
         )
         if below is not None:
             assert inner is not None
@@ -140,7 +140,7 @@ class MemoryAttention(nn.Module):
         decided, inner = self.control(source, k, key_padding_mask, inner)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
-        readable = None if decided.readable is None else decided.readable[:, :, -1].expand(len(k), -1, -1).clone()
+        readable = None if decided.readable is None else decided.readable[:, :, -1].expand(k.shape[0], -1, -1).clone()
         if self.causal:
             out, memory = scan(self._features(q), k, v, decided, memory, **self.reading._asdict(), **options)
             return out, State(memory, inner, length, self._described, readable)

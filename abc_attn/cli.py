@@ -245,6 +245,11 @@ def add_convert(parser: Parser) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as in SOURCE; float32 from GGUF)"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("int8",),
+        help="of linear layers and the head, a scale for each output (default: floats, as --dtype says)",
+    )
     parser.add_argument("--untied", action="store_true", help="a control for each layer instead of one for all")
     parser.add_argument(
         "--positions",
@@ -281,7 +286,16 @@ def add_sampling(parser: Parser) -> None:
         "--temperature", type=not_negative, default=0.0, help="of sampling; 0 takes the likeliest (default: 0)"
     )
     parser.add_argument("--seed", type=whole_number(0), default=0, help="of sampling (default: %(default)s)")
+    add_compile(parser)
     add_import(parser)
+
+
+def add_compile(parser: Parser) -> None:
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="write tokens by one compiled graph, which is kept on disk: minutes once, faster ever after (needs g++)",
+    )
 
 
 def add_evaluate(parser: Parser) -> None:
@@ -317,6 +331,7 @@ def add_evaluate(parser: Parser) -> None:
 def add_translate(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="folder of a translator (...ForConditionalGeneration)")
     add_search(parser)
+    add_compile(parser)
     add_import(parser)
 
 
@@ -423,6 +438,12 @@ def add_benchmarks(parser: Parser) -> None:
                 "--control",
                 default="global:4+window:508",
                 help="of window and global, which keep tokens whole (default: %(default)s)",
+            )
+            kind.add_argument(
+                "--peer",
+                choices=("llama-cpp",),
+                help="instead: SmolLM2 beside this engine; ours as it is, compiled, in int8; one sequence (--batches "
+                "and --model are not used)",
             )
         if name == "encode-model":
             kind.add_argument(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -34,3 +37,26 @@ class Progress:
             self.printed = now
             seconds = f"{now - self.started:.0f} s"
             print(f"{self.label}: {self.count}/{self.total}, {note}, {seconds}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """For work that cannot say how far it is: a line as it starts, one every ten seconds, and one when it is done."""
+    started, done = time.monotonic(), threading.Event()
+
+    def say(what: str = "") -> None:
+        print(f"{label}: {what}{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+    def report() -> None:
+        while not done.wait(10):
+            say()
+
+    print(f"{label} ...", file=sys.stderr, flush=True)
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+        say("done in ")
+    finally:
+        done.set()
+        reporter.join()

@@ -30,6 +30,7 @@ from abc_attn.bench.measure import (
     peak_memory,
     runner,
 )
+from abc_attn.bench.peers import peer
 from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
 from abc_attn.bench.translation import translate
 from abc_attn.progress import Progress
@@ -271,6 +272,7 @@ BENCHMARKS: dict[str, Callable[..., Outcome]] = {
     "encode": encode,
     "scaling": scaling,
     "generate": generate,
+    "peer": peer,
     "translate": translate,
     "encode-model": encode_model,
 }
@@ -285,6 +287,9 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
     once = {
         option: list(dict.fromkeys(value)) if isinstance(value, list) else value for option, value in options.items()
     }
+    if once.pop("peer", None):  # another question about the same models: one sequence, and no other cache
+        name = "peer"
+        once = {option: once[option] for option in ("control", "contexts", "tokens", "repetitions")}
     rows, summary = BENCHMARKS[name](**once)
     facts |= {"load_average_end": load_average(), "seconds": round(time.monotonic() - started, 1)}
     report = Report(name, rows, summary, facts)

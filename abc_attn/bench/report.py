@@ -19,7 +19,9 @@ from abc_attn.files import whole_file
 
 FORWARD, BACKWARD = "forward", "forward + backward"
 GENERATING = ("bounded", "dynamic", "preallocated")  # the caches of `generate`
+PEERS = ("int8_compiled", "fp32_compiled", "fp32", "llama_cpp")  # of `generate --peer`
 NAMES = {"sdpa": "SDPA", "eager": "eager softmax", "dynamic": "DynamicCache", "preallocated": "preallocated"}
+NAMES |= {"int8_compiled": "int8, compiled", "fp32_compiled": "fp32, compiled", "llama_cpp": "llama.cpp, Q4_1"}
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Row:
     ratio_eager: float | None = None
     ratio_dynamic: float | None = None  # generate: the same, to a DynamicCache
     ratio_preallocated: float | None = None
+    ratio_llama_cpp: float | None = None  # generate --peer: the same, to llama.cpp
+    ratio_fp32: float | None = None  # ... and to ours uncompiled
     gflops: float | None = None
     sgemm_gflops: float | None = None  # measured beside this row
     sgemm_share: float | None = None
@@ -246,6 +250,16 @@ COLUMNS: dict[str, list[Column]] = {
         ("attention's share", "attention_share", "{:.0%}".format),
         *CHECK,
     ],
+    "peer": [
+        ("context", "tokens", "{:,}".format),
+        ("method", "label", str),
+        ("tokens/s", "tokens_per_second", "{:.1f}".format),
+        *TIME[:3],
+        ("speed / llama.cpp", "ratio_llama_cpp", times),
+        ("speed / fp32", "ratio_fp32", times),
+        ("state", "state_bytes", megabytes),
+        *CHECK,
+    ],
     "encode": [*PHASE, *WHICH, *TIME, *RATE, *PEAK, *CHECK],
     "scaling": [
         *WHICH,
@@ -356,6 +370,11 @@ def draw(report: Report, figure: Any) -> None:
     elif report.name == "encode-model":
         _lines(left, report.rows, "ratio_sdpa", "speed relative to SDPA")
         _lines(right, report.rows, "memory_sdpa", "peak memory relative to SDPA's")
+    elif report.name == "peer":
+        _lines(left, report.rows, "tokens_per_second", "tokens per second, one sequence")
+        _lines(right, report.rows, "state_bytes", "bytes of state")
+        for axes in (left, right):
+            axes.set_xlabel("context, tokens")
     elif report.name == "encode":
         _bars(left, report.rows, "ratio_sdpa", "speed relative to SDPA")
         _bars(right, report.rows, "peak_bytes", "peak memory, bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from contextlib import nullcontext
 
@@ -23,6 +24,13 @@ def bench(arguments: argparse.Namespace) -> None:
         given = options.get("model") or []
         for folder in given if isinstance(given, list) else [given]:
             paths.saved_model(folder)
+        if options.get("peer") and options["model"] is not None:
+            raise CommandError("--peer llama-cpp reads the GGUF file of SmolLM2: leave --model out")
+        if options.get("peer") and importlib.util.find_spec("llama_cpp") is None:
+            raise CommandError(
+                "--peer llama-cpp needs the package llama-cpp-python, which is compiled as it is installed, in about "
+                "five minutes: pip install 'abc-attn[peers]'"
+            )
         if "control" in options:
             from abc_attn.controls import make_control
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
-from abc_attn.commands.models import check_state_file, describe_cache, hugging_face, load_causal
+from abc_attn.commands.models import check_state_file, compile_steps, describe_cache, hugging_face, load_causal
 from abc_attn.commands.user_controls import check_saved_controls, import_controls
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def chat(arguments: argparse.Namespace) -> None:
         from abc_attn.hf.streaming import Chat, Stream
 
         model, tokenizer = load_causal(folder)
+        if arguments.compile:
+            compile_steps(model, 1)
         stream = Stream(model, temperature=arguments.temperature, seed=arguments.seed)
         talk = Chat(stream, tokenizer, arguments.system)
         if arguments.load_state is not None:

@@ -63,7 +63,8 @@ def convert(arguments: argparse.Namespace) -> None:
         from abc_attn.hf.sources import load_source, load_source_tokenizer
         from abc_attn.models.saved import load_model, load_tokenizer
 
-        given = {name: getattr(arguments, name) for name in ("control", "slots", "where", "positions", "dtype")}
+        options = ("control", "slots", "where", "positions", "dtype", "weights")
+        given = {name: getattr(arguments, name) for name in options}
         given |= {"layers": "all" if "all" in (arguments.layers or ()) else arguments.layers}
         given |= {"tie_control": not arguments.untied}
         original = load_source(source, dtype=arguments.dtype) if folder is None else load_model(folder)
@@ -118,6 +119,8 @@ def generate(arguments: argparse.Namespace) -> None:
         from abc_attn.models.saved import damaged
 
         model, tokenizer = load_causal(folder)
+        if arguments.compile:
+            compile_steps(model, 1)
         stream = Stream(model, temperature=arguments.temperature, seed=arguments.seed)
         if arguments.load_state is not None:
             stream.load(arguments.load_state)
@@ -267,6 +270,16 @@ def load_causal(folder: Path) -> tuple[PreTrainedModel, Any]:
             f"{folder} holds a {type(model).__name__}; a causal language model (...ForCausalLM) is needed"
         )
     return model, tokenizer
+
+
+def compile_steps(model: PreTrainedModel, rows: int) -> None:
+    """--compile: decoding steps of so many rows as one graph; where that cannot be, a line says why."""
+    from abc_attn.hf import NotCompiled, compile_decoding
+
+    try:
+        compile_decoding(model, rows)
+    except NotCompiled as reason:
+        print(f"abc-attn: going on uncompiled: {reason}", file=sys.stderr)
 
 
 def _check_tokens(model: PreTrainedModel, ids: Tensor) -> None:

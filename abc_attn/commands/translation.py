@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
-from abc_attn.commands.models import hugging_face, load_saved
+from abc_attn.commands.models import compile_steps, hugging_face, load_saved
 
 if TYPE_CHECKING:
     from abc_attn.evaluation.translating import Translator
@@ -30,6 +30,9 @@ def translate(arguments: argparse.Namespace) -> None:
     stays one. With --documents, an empty line ends a document, and a sentence is translated after those before it.
     Then, on stderr, tokens per second and the size of the state."""
     translator, context = _translator(arguments)
+    if arguments.compile:
+        with hugging_face():
+            compile_steps(translator.model.eval(), 2)  # one graph for any number of rows but one
     out = _Output(translator)
     with hugging_face():
         for lines in _batches(_numbered(out), arguments.documents):

@@ -8,6 +8,7 @@ from typing import Any
 import abc_attn.models.adaptive_lm
 from abc_attn.hf import models
 from abc_attn.hf.cache import BoundedCache, load_state, save_state, state_bytes
+from abc_attn.hf.compiled import NotCompiled, compile_decoding
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import CLASSES, BoundedConfig, BoundedModel
 
@@ -20,8 +21,10 @@ __all__ = [
     "BoundedCache",
     "BoundedConfig",
     "BoundedModel",
+    "NotCompiled",
     "Seq2SeqTrainer",
     "Trainer",
+    "compile_decoding",
     "convert",
     "load_state",
     "models",

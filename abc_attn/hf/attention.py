@@ -152,7 +152,7 @@ class ConvertedAttention(MemoryAttention):
         layer = self._layer(past_key_values, cross)
         state = None if layer is None else layer.state
         if state is not None:
-            self.check_state(state, len(hidden_states), cross)
+            self.check_state(state, hidden_states.shape[0], cross)
             if state.loaded:  # a cross-attention reads the same state at every step: it is checked once
                 assert layer is not None
                 layer.state = state = state._replace(loaded=False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from abc_attn.hf.int8 import INT8, to_int8
 from abc_attn.hf.models import BOUNDED, BoundedModel, unsupported
 from abc_attn.hf.sources import as_dtype, load_source
 
@@ -24,6 +25,7 @@ def convert(
     positions: str | Sequence[int] = "absolute",
     gguf_file: str | None = None,
     dtype: torch.dtype | str | None = None,
+    weights: str | None = None,
     **control_options: Any,
 ) -> BoundedModel:
     """The same model with bounded attention; its weights are kept. `model` is used up: continue with the result.
@@ -40,6 +42,7 @@ def convert(
     memory (only for "window" and "global"), so that a text may be longer than the model's positions.
     gguf_file: the file of weights in the folder, or under the name, that `model` says; they are dequantised.
     dtype: of the weights, for instance "bfloat16"; by default as they are, and float32 from GGUF.
+    weights: "int8" keeps the weights of linear layers and of the head in 8 bits, a scale for each output (hf/int8.py).
     Other options go to the control; self={"gate": True} (or cross=, encoder=) goes to that of one site alone.
     """
     if isinstance(model, str | os.PathLike):
@@ -75,10 +78,13 @@ def convert(
         where=where,
         positions=positions,
         source_model=original.name_or_path or None,
+        weights=weights,
     )
     with torch.device("meta"):
         bounded = target(config)
     _move(original, bounded, config)
+    if weights == INT8:
+        to_int8(bounded)
     if original.can_generate():
         bounded.generation_config = original.generation_config
     return bounded.train(original.training)

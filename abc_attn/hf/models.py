@@ -24,6 +24,7 @@ from abc_attn.controls import Control, make_control
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
 from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
+from abc_attn.hf.int8 import INT8, to_int8
 from abc_attn.hf.positions import POSITIONS, DecoderPositions, SlotRotary
 from abc_attn.hf.stateful import Stateful, model_card
 from abc_attn.memory_limit import check_fits
@@ -44,6 +45,7 @@ class BoundedConfig:
     where: list[str] | None = None
     positions: str = "absolute"
     source_model: str | None = None
+    weights: str | None = None
 
     def __post_init__(self, **given: Any) -> None:
         if isinstance(self.where, str):
@@ -70,6 +72,8 @@ class BoundedConfig:
                 )
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(map(repr, POSITIONS))}, got {self.positions!r}")
+        if self.weights not in (None, INT8):
+            raise ValueError(f"weights must be {INT8!r}, or None for floats, got {self.weights!r}")
         super().__post_init__(**given)  # type: ignore[misc]
 
     @classmethod
@@ -90,6 +94,8 @@ class BoundedModel(Stateful):
     def __init__(self, config: PreTrainedConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.bind_attention()
+        if self.config.weights == INT8:  # a saved model's are loaded into these
+            to_int8(self)
         if (most := most_tokens(self)) is not None:
             self.register_forward_pre_hook(functools.partial(_check_positions, most), with_kwargs=True)
         self.init_weights()  # of what is new: a control starts the same way here and where a checkpoint lacks it
@@ -247,6 +253,7 @@ class BoundedModel(Stateful):
             "sites of attention": ", ".join(config.where) if config.where else "all",
             "layers": ", ".join(map(str, config.layers)) if config.layers not in (None, ALL) else "all",
             "positions": f"`{config.positions}`",
+            "weights": "int8, with a scale for each output" if config.weights == INT8 else "floats",
             "source model": f"`{config.source_model}`" if config.source_model else "none: it was built from its config",
         }
         if windows := self.own_windows():

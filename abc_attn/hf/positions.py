@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.core import Band
+from abc_attn.core import Band, has_values
 from abc_attn.kernels import rotate
 
 POSITIONS = ("absolute", "slot")
@@ -84,7 +84,8 @@ class SlotRotary(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotation:
         slots = self.band.rows
-        if not self.band.sinks or not bool((position_ids >= slots).any()):
+        below = has_values(position_ids) and not bool((position_ids >= slots).any())
+        if not self.band.sinks or below:
             return Rotation(self._angles(x, position_ids, layer_type))
         to_sinks = self._angles(x, position_ids.clamp(max=slots - 1), layer_type)
         return Rotation(self._angles(x, position_ids, layer_type), to_sinks)

@@ -115,12 +115,12 @@ def banded(
     which saves a copy of it at each token.
     """
     t, memory = k.shape[2], None if state is None else state.memory
-    count = torch.zeros(len(k), dtype=torch.int64, device=k.device) if state is None else state.length
+    count = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device) if state is None else state.length
     dtype = working_dtype(k, v, memory)
-    in_place = in_place and t == 1 and not torch.is_grad_enabled() and has_values(k)
+    in_place = in_place and t == 1 and not torch.is_grad_enabled()
     if memory is not None and memory.k.is_inference() and not torch.is_inference_mode_enabled():
         in_place = False  # torch would refuse
-    if in_place and key_padding_mask is None:
+    if in_place and key_padding_mask is None and has_values(k):
         place = _known_place(band, tuple(count.tolist()), count.device)
     else:
         place = _place(band, count, count + (t if key_padding_mask is None else (~key_padding_mask).sum(1)))

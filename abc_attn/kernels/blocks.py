@@ -49,6 +49,9 @@ def band_step(token: Token) -> tuple[Tensor, Memory]:
 
     def put(part: Tensor, new: Tensor) -> Tensor:
         new = new if padding is None else torch.where(padding, part.take_along_dim(place.row, 2), new)
+        if token.in_place and torch.compiler.is_compiling():  # inductor copies the whole of it for a scatter
+            part[torch.arange(part.shape[0], device=part.device), :, place.row.flatten()] = new[:, :, 0]
+            return part
         put = part.scatter_ if token.in_place else part.scatter
         return put(2, place.row.expand_as(new), new)
 
@@ -56,7 +59,7 @@ def band_step(token: Token) -> tuple[Tensor, Memory]:
     if place.full:
         memory = Memory(k, v, memory.mass, used)
     else:
-        used = put(used[..., None], used.new_ones(*k.shape[:2], 1, 1))[..., 0]
+        used = band.in_use(place.end)[:, None].expand(-1, k.shape[1], -1).contiguous()
         memory = Memory(k, v, used.to(k.dtype), used)
     if band.dilation > 1:
         queue = place.before[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device)
@@ -172,7 +175,7 @@ def _cut(sinks: Tensor, x: Tensor, spans: Sequence[tuple[int, int]]) -> Iterator
 
 def _by_group(q: Tensor, k: Tensor) -> Tensor:
     """`b (h g) t d` -> `(b h) (g t) d`: all that one head of k is read by."""
-    return q.reshape(len(k) * k.shape[1], -1, q.shape[-1])
+    return q.reshape(k.shape[0] * k.shape[1], -1, q.shape[-1])
 
 
 def _apart(x: Tensor, dilation: int) -> Tensor:

@@ -440,9 +440,11 @@ def _(q, k, v, phi, log_decay, readable, mk, mv, mass, used, log_total, *options
     scores = v.new_empty(*q.shape[:3], mk.shape[2]) if saves and not linear else none
     state = (x.new_empty(x.shape) for x in (mk, mv, mass, used))
     total = none.clone() if log_total is None else log_total.new_empty(log_total.shape)
-    args = _arguments(q, k, v, mk.shape[2], log_decay, mean, linear, mask_empty, causal, scale, floor)
-    floats = _library().abc_checkpoint_floats(ctypes.byref(args))
-    return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, lse, scores, v.new_empty(floats if saves else 0)
+    floats = 0
+    if saves:  # else no size becomes a number: the batch of a graph may be of any size
+        args = _arguments(q, k, v, mk.shape[2], log_decay, mean, linear, mask_empty, causal, scale, floor)
+        floats = _library().abc_checkpoint_floats(ctypes.byref(args))
+    return v.new_empty(*q.shape[:3], v.shape[-1]), *state, total, lse, scores, v.new_empty(floats)
 
 
 @torch.library.custom_op("abc_attn::native_backward", mutates_args=())
