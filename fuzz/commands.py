@@ -395,7 +395,10 @@ def call(words: list[str], chance: random.Random) -> tuple[Any, str]:
         mock.patch("abc_attn.demo.run_demo", nothing),
         mock.patch("abc_attn.bench.compare", mock.MagicMock(return_value=[])),
         mock.patch("abc_attn.bench._too_slow", mock.MagicMock(return_value={})),
-        mock.patch.dict("abc_attn.bench.BENCHMARKS", decode=lambda **_: ([], {}), generate=lambda **_: ([], {})),
+        mock.patch.dict(
+            "abc_attn.bench.BENCHMARKS",
+            {name: lambda **_: ([], {}) for name in ("decode", "generate", "translate", "encode-model")},
+        ),
     ):
         try:
             code: Any = main(words)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from abc_attn import Memory, mlp_attention
+from abc_attn.bench.encoding import encode_model
 from abc_attn.bench.generation import generate
 from abc_attn.bench.measure import (
     BASELINES,
@@ -31,6 +32,7 @@ from abc_attn.bench.measure import (
 )
 from abc_attn.bench.peers import peer
 from abc_attn.bench.report import Report, Row, compare_rows, facts_of, load_average, save, table_text
+from abc_attn.bench.translation import translate
 from abc_attn.progress import Progress
 from abc_attn.provenance import backends
 
@@ -39,7 +41,7 @@ LONGEST_CALL = 15.0  # seconds: `scaling` leaves out a baseline at lengths where
 PREFILL = 1024  # tokens at a time
 ALONE = 600  # repetitions of a step at every context, without the baselines (a minute); medians of 150 vary by 6 %
 
-Outcome = tuple[list[Row], dict[str, float]]
+Outcome = tuple[list[Row], dict[str, float | str]]
 
 
 def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], None], skip: dict[Work, str]) -> list[Row]:
@@ -271,6 +273,8 @@ BENCHMARKS: dict[str, Callable[..., Outcome]] = {
     "scaling": scaling,
     "generate": generate,
     "peer": peer,
+    "translate": translate,
+    "encode-model": encode_model,
 }
 
 

@@ -341,9 +341,9 @@ def _peak(threads: int, sender: Connection, prepare: Callable[..., Callable[[], 
     """The work of the fresh process."""
     torch.set_num_threads(threads)
     run = prepare(*arguments)
-    before = _high_water(reset=True)
+    before = high_water(reset=True)
     run()
-    sender.send(_high_water() - before)
+    sender.send(high_water() - before)
 
 
 def _ready(work: Work) -> Callable[[], object]:
@@ -353,7 +353,7 @@ def _ready(work: Work) -> Callable[[], object]:
     return lambda: runner(work)()
 
 
-def _high_water(reset: bool = False) -> int:
+def high_water(reset: bool = False) -> int:
     """Most bytes this process has held at once; `reset` starts from now (where the system can)."""
     # ru_maxrss only where there is nothing better: on Linux a process inherits it from its parent.
     try:

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -65,7 +65,7 @@ class Row:
     gate_cost: float | None = None  # its time / the same without a gate
 
     @classmethod
-    def of(cls, work: Work) -> Row:
+    def of(cls, work: Work) -> Self:
         phase = BACKWARD if work.backward else FORWARD
         sizes = (work.batch, work.heads, work.tokens, work.width, work.slots)
         return cls(work.method, phase, *sizes, gate=work.gate)
@@ -116,7 +116,7 @@ class Report:
 
     name: str
     rows: list[Row]
-    summary: dict[str, float]
+    summary: dict[str, float | str]
     provenance: dict[str, Any]
 
     @property
@@ -216,6 +216,40 @@ COLUMNS: dict[str, list[Column]] = {
         ("preallocated's / it", "peak_ratio_preallocated", times),
         *CHECK,
     ],
+    "translate": [
+        ("length", "tokens", "{:,}".format),
+        ("method", "label", str),
+        ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+        ("a step", "seconds", span),
+        *TIME[1:3],
+        ("at the start", "seconds_start", span),
+        ("at the end", "seconds_end", span),
+        ("source read in", "seconds_reading", span),
+        ("tokens/s with it", "tokens_per_second_whole", "{:,.0f}".format),
+        ("speed / DynamicCache", "ratio_dynamic", times),
+        ("/ StaticCache", "ratio_static", times),
+        ("/ preallocated", "ratio_preallocated", times),
+        ("/ CTranslate2 fp32", "ratio_ctranslate2", times),
+        ("/ int8", "ratio_ctranslate2_int8", times),
+        ("state", "state_bytes", megabytes),
+        ("peak memory", "peak_bytes", megabytes),
+        ("DynamicCache's / it", "peak_ratio_dynamic", times),
+        ("tokens of DynamicCache", "same_tokens", "{:.0%}".format),
+        *CHECK,
+    ],
+    "encode-model": [
+        ("batch", "batch", str),
+        *WHICH,
+        ("tokens/s", "tokens_per_second", "{:,.0f}".format),
+        *TIME,
+        ("paper's speed", "paper_speed", times),
+        ("peak memory", "peak_bytes", megabytes),
+        ("memory / SDPA's", "memory_sdpa", times),
+        ("memory / eager's", "memory_eager", times),
+        ("paper's memory", "paper_memory", times),
+        ("attention's share", "attention_share", "{:.0%}".format),
+        *CHECK,
+    ],
     "peer": [
         ("context", "tokens", "{:,}".format),
         ("method", "label", str),
@@ -278,7 +312,8 @@ def markdown(report: Report) -> str:
 
 
 def summary_lines(report: Report) -> list[str]:
-    return [f"{name}: {value:.4g}" for name, value in report.summary.items()]
+    found = report.summary.items()
+    return [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in found]
 
 
 # Files.
@@ -327,6 +362,14 @@ def draw(report: Report, figure: Any) -> None:
         _lines(right, report.rows, "peak_bytes", "peak memory beyond the weights, bytes")
         for axes in (left, right):
             axes.set_xlabel("context, tokens")
+    elif report.name == "translate":
+        _lines(left, report.rows, "tokens_per_second", "decoding speed, tokens per second")
+        _lines(right, report.rows, "peak_bytes", "peak memory beyond the weights, bytes")
+        for axes in (left, right):
+            axes.set_xlabel("length of source and target, tokens")
+    elif report.name == "encode-model":
+        _lines(left, report.rows, "ratio_sdpa", "speed relative to SDPA")
+        _lines(right, report.rows, "memory_sdpa", "peak memory relative to SDPA's")
     elif report.name == "peer":
         _lines(left, report.rows, "tokens_per_second", "tokens per second, one sequence")
         _lines(right, report.rows, "state_bytes", "bytes of state")

@@ -11,6 +11,7 @@ from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
 from abc_attn.commands.models import hugging_face
 
+WHOLE_MODELS = ("generate", "translate", "encode-model")  # of transformers
 OURS = ("command", "run", "benchmark", "threads", "output")  # arguments that are not sizes of a benchmark
 
 
@@ -20,8 +21,9 @@ def bench(arguments: argparse.Namespace) -> None:
     with explained():
         if arguments.output is not None:
             paths.writable_folder(arguments.output)
-        if options.get("model") is not None:
-            paths.saved_model(options["model"])
+        given = options.get("model") or []
+        for folder in given if isinstance(given, list) else [given]:
+            paths.saved_model(folder)
         if options.get("peer") and options["model"] is not None:
             raise CommandError("--peer llama-cpp reads the GGUF file of SmolLM2: leave --model out")
         if options.get("peer") and importlib.util.find_spec("llama_cpp") is None:
@@ -34,7 +36,7 @@ def bench(arguments: argparse.Namespace) -> None:
 
             make_control(options["control"], embed_dim=2, num_heads=1, causal=True)  # one that is unknown or too large
     try:
-        with hugging_face() if arguments.benchmark == "generate" else nullcontext():
+        with hugging_face() if arguments.benchmark in WHOLE_MODELS else nullcontext():
             import torch
 
             from abc_attn.bench import run_bench

@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "abc_attn.cli"]
 COMMANDS = [
     "demo", "bench", "train", "reproduce", "recipes", "report", "convert", "generate", "chat", "evaluate",
     "translate", "classify", "average", "env", "controls",
-    *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate")),
+    *(f"bench {name}" for name in ("op", "decode", "encode", "scaling", "generate", "translate", "encode-model")),
 ]  # fmt: skip
 
 # What is wrong with a command, and what is said about it. {} is a folder with model/, a folder that looks like a saved
@@ -48,6 +48,7 @@ MISTAKES = [
     ("bench encode --tokens 64 128", "128"),
     ("bench scaling --repetitions x", "got 'x'"),
     ("bench generate --model nowhere", "no saved model at nowhere"),
+    ("bench encode-model --model {}/model nowhere", "no saved model at nowhere"),
     ("train nowhere.yaml", "no recipe at nowhere.yaml"),
     ("train table1a/small/mpl-64", "did you mean table1a/small/mlp-64"),
     ("train {}/text.txt", "text.txt must be a mapping of keys to values"),

@@ -107,7 +107,7 @@ def test_models_and_batches_that_cannot_be_held_are_refused(place, monkeypatch, 
     refused_in_one_line(["train", "tiny.yaml", "control=mlp:1000000000000"], "of memory, and this machine has", capsys)
 
 
-BENCHMARKS = ("op", "decode", "encode", "scaling", "generate")
+BENCHMARKS = ("op", "decode", "encode", "scaling", "generate", "translate", "encode-model")
 ABSURD = [
     *((f"{name} --repetitions {given}", f"from 1 to 1000000 is needed, got '{given}'") for name in BENCHMARKS
       for given in ("0", "-1", "1.5", "10000000")),
@@ -127,6 +127,9 @@ ABSURD = [
     ("generate --batches 1 1000000000000", "a whole number from 1 to 1000000 is needed, got '1000000000000'"),
     ("generate --tokens 1000000000000", "a whole number from 1 to 10000 is needed, got '1000000000000'"),
     ("generate --tokens 0", "a whole number from 1 to 10000 is needed, got '0'"),
+    *((f"translate --{size} 0", "from 1 to 1000000 is needed, got '0'") for size in ("layers", "width", "words")),
+    ("translate --lengths 64 4", "a whole number from 5 to 100000 is needed, got '4'"),
+    *((f"encode-model --{size} 0", "from 1 to 1000000 is needed, got '0'") for size in ("layers", "slots", "words")),
 ]  # fmt: skip
 
 
@@ -155,6 +158,13 @@ def test_benchmarks_of_absurd_sizes_are_refused_at_once(name, monkeypatch, capsy
         ("decode --heads 1000000", "1000000 heads"),
         ("decode --slots 1000000", "1000000 slots"),
         ("decode --batch 1000000", "a batch of 1000000"),
+        ("translate --layers 1000000", "5 models of 1000000 layers and width 512 would take"),
+        ("translate --batch 1000000", "a batch of 1000000 sources of 4096 tokens would take"),
+        ("translate --width 100 --heads 3", "--heads 3 must divide --width 100"),
+        ("translate --words 7", "at least 8 are needed"),
+        ("encode-model --width 768000", "7 models of 12 layers and width 768000 would take"),
+        ("encode-model --batch 100000", "a batch of 100000 texts of 512 tokens, or one of 8192, would take"),
+        ("encode-model --heads 7", "--heads 7 must divide --width 768"),
     ],
 )
 def test_benchmarks_that_do_not_fit_are_refused_before_they_start(line, said, monkeypatch, capsys):
