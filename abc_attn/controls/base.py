@@ -92,6 +92,11 @@ class Control(nn.Module):
         """Which tokens a causal query reads, of a control that keeps tokens as they are and no more."""
         return None
 
+    def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
+        """Which tokens of x `b t D` each query at positions `query` `q` reads, `b h q t`: 1 or 0, with a gradient that
+        says what choosing would change. Of a control that learns which tokens to keep whole; None of any other."""
+        return None
+
     def features(self, q: Tensor) -> Tensor:
         """f(q), `b h t d` -> `b h t n`, for a linear read."""
         return q
@@ -480,6 +485,15 @@ class Composition(Control):
         match [part.band() for part in self.parts]:
             case [Band(sinks, 0), Band(0, window, 1)]:
                 return Band(sinks, window)
+        return None
+
+    def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
+        match [*self.parts], [part.band() for part in self.parts]:
+            case [_, other], [Band(sinks, 0), None] if other.skips_held:  # the first tokens, then those that it chooses
+                among_others = other.chosen(x[:, sinks:], query - sinks)
+                if among_others is not None:
+                    first = (torch.arange(sinks, device=x.device) <= query[:, None]).expand(*among_others.shape[:3], -1)
+                    return torch.cat([first.to(among_others.dtype), among_others], dim=-1)
         return None
 
     def features(self, q: Tensor) -> Tensor:
