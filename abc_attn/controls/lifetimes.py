@@ -79,9 +79,9 @@ class Keep(Control):
             bar = removed.cummax(2).values[:, :, query, None]  # b h q 1: what stays is above it
             earlier = position < query[:, None]
             kept = (priority[:, :, None] > bar) & earlier | (position == query[:, None])
-        # Straight through: forward what is kept, backward a step as soft as a share of the life. As many stay as there
-        # are rows, so the bar rises with the priorities that are near it.
-        per_life = (1 / (softness * life.detach()))[:, :, None]
+        # Straight through: forward what is kept, backward a step as soft as a share of the life, or of a token where
+        # that is short. As many stay as there are rows, so the bar rises with the priorities that are near it.
+        per_life = (1 / (softness * (life.detach() + 1)))[:, :, None]
         near = ((priority.detach()[:, :, None] - bar) * per_life).float()
         slope = torch.where(earlier & (bar >= 0), near.sigmoid() * near.neg().sigmoid(), 0) * per_life.float()
         move = (priority - priority.detach()).float()[:, :, None]  # 0, with a gradient
