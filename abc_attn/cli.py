@@ -16,6 +16,7 @@ from abc_attn.commands.about import controls, env
 from abc_attn.commands.bench import bench
 from abc_attn.commands.chat import chat
 from abc_attn.commands.demo import demo
+from abc_attn.commands.distill import distill
 from abc_attn.commands.encoders import classify
 from abc_attn.commands.errors import INTERRUPTED, CommandError
 from abc_attn.commands.models import convert, evaluate, generate
@@ -124,6 +125,13 @@ def make_parser() -> Parser:
             convert,
             "put bounded attention into a model: a folder, a GGUF file, a name on the hub",
             "abc-attn convert smollm2 smollm2-bounded --control global:4+window:508 --positions slot",
+        )
+    )
+    add_distill(
+        add(
+            distill,
+            "put a learned memory into a language model, and train it to attend as the original does",
+            "abc-attn distill smollm2 smollm2-keep --control global:4+keep:252 --file book.txt --tokens 200000",
         )
     )
     add_generate(
@@ -257,6 +265,47 @@ def add_convert(parser: Parser) -> None:
         default="absolute",
         help="rotary positions: counted in the text, or in the memory, for texts of any length (default: %(default)s)",
     )
+    add_import(parser)
+
+
+def add_distill(parser: Parser) -> None:
+    parser.add_argument("source", help="a causal language model: a folder, a .gguf file, or a name on the hub")
+    parser.add_argument("target", type=Path, help="folder to write; it must not exist, be empty, or hold this run")
+    parser.add_argument(
+        "--control",
+        default="global:4+keep:252",
+        help="one that learns, or several joined by + (default: %(default)s; see abc-attn controls)",
+    )
+    parser.add_argument(
+        "--set", nargs="+", type=key_value, default=[], metavar="option=value", help="options of the control: gate=slot"
+    )
+    parser.add_argument(
+        "--file", type=Path, nargs="+", required=True, help="texts to train on: UTF-8, or JSON lines with 'text'"
+    )
+    parser.add_argument("--tokens", type=whole_number(1), default=200_000, help="to train on (default: %(default)s)")
+    parser.add_argument(
+        "--segment",
+        type=whole_number(2, 10**6),
+        default=2048,
+        help="tokens that are read at a time, at each step; more than there are slots (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queries",
+        type=whole_number(1),
+        default=128,
+        help="of a segment, at which `keep` is compared with exact attention (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--updates", type=whole_number(1), default=2, help="of the weights, for each segment (default: %(default)s)"
+    )
+    parser.add_argument("--learning-rate", type=not_negative, default=5e-3, help="at most (default: %(default)s)")
+    parser.add_argument("--seed", type=whole_number(0, 2**31 - 1), default=0, help="of weights and texts (default: 0)")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="run the exact model in bfloat16: faster where the processor has it"
+    )
+    parser.add_argument("--save-steps", type=whole_number(1), default=20, help="between checkpoints (default: 20)")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in TARGET")
+    parser.add_argument("--gguf-file", metavar="FILE", help="the GGUF file to read, in the folder or hub name SOURCE")
     add_import(parser)
 
 

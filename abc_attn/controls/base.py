@@ -106,6 +106,11 @@ class Control(nn.Module):
         """... and its choices: see keeping.py."""
         raise NotImplementedError
 
+    def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
+        """Which tokens of x `b t D` each query at positions `query` `q` reads, `b h q t`: 1 or 0, with a gradient that
+        says what choosing would change. Of a control that learns which tokens to keep whole; None of any other."""
+        return None
+
     def features(self, q: Tensor) -> Tensor:
         """f(q), `b h t d` -> `b h t n`, for a linear read."""
         return q
@@ -517,6 +522,15 @@ class Composition(Control):
 
     def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
         return [*self.parts][-1].choose(*given)
+
+    def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
+        match [*self.parts], [part.band() for part in self.parts]:
+            case [_, other], [Band(sinks, 0), None] if other.skips_held:  # the first tokens, then those that it chooses
+                among_others = other.chosen(x[:, sinks:], query - sinks)
+                if among_others is not None:
+                    first = (torch.arange(sinks, device=x.device) <= query[:, None]).expand(*among_others.shape[:3], -1)
+                    return torch.cat([first.to(among_others.dtype), among_others], dim=-1)
+        return None
 
     def features(self, q: Tensor) -> Tensor:
         return torch.cat([part.features(q) for part in self.parts], dim=-1)

@@ -152,7 +152,7 @@ class Report(TrainerCallback):
             else:
                 self.bar.set_postfix_str(note)
             return
-        left = "" if seconds_left is None else f", {_clock(seconds_left)} left"
+        left = "" if seconds_left is None else f", {clock(seconds_left)} left"
         print(f"step {state.global_step}/{state.max_steps}: {note}{left}", file=sys.stderr, flush=True)
 
 
@@ -173,7 +173,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A duration as people write it: 1:05, or 2:01:05."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
