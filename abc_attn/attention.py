@@ -13,8 +13,8 @@ from abc_attn.controls.base import at_least
 from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, has_values, memory_dtype
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
-from abc_attn.kernels.kept import kept_attention
 from abc_attn.kernels.door import Declined, refused
+from abc_attn.kernels.kept import kept_attention
 from abc_attn.state import State
 
 

@@ -303,7 +303,14 @@ def judge(found: Results, expected: Expected, form: Form, where: str) -> None:
 
 # One rounding of what the kernel is given
 
-KERNELS = ("scan", "mean_attention", "write", "read", "banded", "kept_attention")  # by which abc_attn.attention reaches the kernels
+KERNELS = (
+    "scan",
+    "mean_attention",
+    "write",
+    "read",
+    "banded",
+    "kept_attention",
+)  # by which abc_attn.attention reaches the kernels
 STEPS = ("write_token", "read_memory", "divide")  # of which core.reference is made
 
 

@@ -80,7 +80,9 @@ def check_splits(number: int, control: str, block: int, t: int, b: int = 1) -> N
                 assert state.nbytes == whole.nbytes
             assert error(torch.cat(parts, 1), y) <= 1e-12, cuts
             for (name, part), other in zip(state._tensors().items(), whole._tensors().values(), strict=True):
-                same = torch.allclose(part, other, rtol=0, atol=1e-12) if part.is_floating_point() else part.equal(other)
+                same = (
+                    torch.allclose(part, other, rtol=0, atol=1e-12) if part.is_floating_point() else part.equal(other)
+                )
                 assert same, (name, cuts)
 
 
@@ -163,5 +165,5 @@ def test_a_damaged_state_is_refused(change, tmp_path):
     else:
         state.memory.used[0, 0, 2 + empty] = True
     state._replace(inner=(*state.inner[:2], place, *state.inner[3:])).save(tmp_path / "state")
-    with pytest.raises(ValueError, match="places in the text|memory.used does not mark"):
+    with pytest.raises(ValueError, match=r"places in the text|memory\.used does not mark"):
         attn(tokens(1), state=State.load(tmp_path / "state"))
