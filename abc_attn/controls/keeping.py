@@ -29,7 +29,6 @@ class Keeping(Control):
     skips_held = True
     sees_memory = True
     follows_window = True
-    discontinuous = True
     window = 0  # tokens that do not compete yet; the window beside it, which `+` joins to it
 
     def __init__(self, slots: int, *, block: int = 64, **sizes: Any) -> None:
