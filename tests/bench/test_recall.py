@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
-from command_line import refused_in_one_line  # noqa: E402
-from gguf_file import TOKENS, write_gguf  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from command_line import refused_in_one_line
+from gguf_file import TOKENS, write_gguf
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from abc_attn.bench import needles, recall  # noqa: E402
-from abc_attn.cli import main  # noqa: E402
-from abc_attn.hf import convert  # noqa: E402
+from abc_attn.bench import needles, recall
+from abc_attn.cli import main
+from abc_attn.hf import convert
 
 SIZES = {"vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}

@@ -14,7 +14,11 @@ SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 every_way = pytest.mark.parametrize(
     ("control", "positions"),
-    [("global:2+window:5+keydiff:6", "absolute"), ("global:2+window:5+keydiff:6", "slot"), ("window:5+knorm:6", "slot")],
+    [
+        ("global:2+window:5+keydiff:6", "absolute"),
+        ("global:2+window:5+keydiff:6", "slot"),
+        ("window:5+knorm:6", "slot"),
+    ],
 )
 
 
