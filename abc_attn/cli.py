@@ -33,6 +33,7 @@ LONGEST = {"op": 10**8, "scaling": 10**8, "encode": 10**8, "decode": 10**7, "gen
 LONGEST |= {"translate": 10**5, "encode-model": 10**6}
 MOST = 10**6  # slots, heads, channels, sequences, repetitions
 MOST_GENERATED = 10**4  # tokens at each repetition
+RECALL_METHODS, RECALL_PARTS = ("full", "window", "keydiff", "knorm"), ("needles", "perplexity", "bytes")
 
 
 class Parser(argparse.ArgumentParser):
@@ -513,6 +514,48 @@ def add_benchmarks(parser: Parser) -> None:
             "--threads", type=whole_number(1, MOST_THREADS), help="CPU threads for torch (default: torch's own choice)"
         )
         kind.add_argument("--output", type=Path, help="folder for JSON, a Markdown table and a plot (default: none)")
+    add_recall(kinds)
+
+
+def add_recall(kinds: Any) -> None:
+    """`abc-attn bench recall`: it measures what is remembered, not speed, and so takes a model and a text."""
+    summary = "what a converted model still knows of a long text, and its bytes, at equal rows of memory"
+    kind: Parser = kinds.add_parser(
+        "recall",
+        help=summary,
+        description=f"Measure {summary}: facts hidden in a book, perplexity, peak bytes. Full attention, sinks and "
+        "window, keydiff and knorm are compared.",
+        epilog="example:\n  abc-attn bench recall smollm2 --file book.txt --lengths 1024 4096 --output results",
+    )
+    kind.add_argument("model", help="an unconverted causal language model: a folder, a .gguf file, a name on the hub")
+    kind.add_argument("--file", type=Path, required=True, help="a book in plain text, longer than the longest length")
+    few = whole_number(1, 99)
+    for option, default, kind_of_number, meaning in (
+        ("lengths", [1024, 2048, 4096, 8000], whole_number(128, LONGEST["generate"]), "tokens of the texts"),
+        ("depths", [10, 30, 50, 70, 90], few, "where the facts are, in per cent of the text"),
+    ):
+        shown = " ".join(map(str, default))
+        kind.add_argument(
+            f"--{option}", type=kind_of_number, nargs="+", default=default, help=f"{meaning} (default: {shown})"
+        )
+    for name, number, least, most, meaning in (
+        ("texts", 2, 1, MOST, "texts at each length and depth"),
+        ("rows", 512, 1, MOST, "of memory, in all"),
+        ("book-tokens", 8000, 1100, LONGEST["generate"], "of the book that perplexity is measured on"),
+        ("seed", 0, 0, ENDLESS, "of facts and places in the book"),
+    ):
+        kind.add_argument(
+            f"--{name}", type=whole_number(least, most), default=number, help=f"{meaning} (default: {number})"
+        )
+    kind.add_argument(
+        "--methods", nargs="+", choices=RECALL_METHODS, default=[*RECALL_METHODS], help="default: all of them"
+    )
+    kind.add_argument("--parts", nargs="+", choices=RECALL_PARTS, default=[*RECALL_PARTS], help="default: all of them")
+    kind.add_argument("--positions", choices=("absolute", "slot"), default="slot", help="default: %(default)s")
+    kind.add_argument(
+        "--threads", type=whole_number(1, MOST_THREADS), help="CPU threads for torch (default: torch's own choice)"
+    )
+    kind.add_argument("--output", type=Path, help="folder for JSON, Markdown tables and a plot (default: none)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,8 @@ is below half of 1e-5 the movement is not measured: it could only allow more.
 
 bf16 (autocast) is judged in the same way, with a rounding of 2^-8. Its memory is fp32 and does not round from token to
 token, so the draws are all the rounding there is: 2e-2 is allowed, or twice the movement where that is more.
-Assignments to a cluster are not continuous; the keys are off before the control sees them, so a draw measures what
-another assignment changes. docs/numerics.md says why, and how to run one vector width.
+Assignments to a cluster are not continuous, nor is what `keydiff` and `knorm` keep; the keys are off before the control
+sees them, so a draw measures what another choice changes. docs/numerics.md says why, and how to run one vector width.
 """
 
 from __future__ import annotations
@@ -303,7 +303,14 @@ def judge(found: Results, expected: Expected, form: Form, where: str) -> None:
 
 # One rounding of what the kernel is given
 
-KERNELS = ("scan", "mean_attention", "write", "read", "banded", "kept_attention")  # by which abc_attn.attention reaches the kernels
+KERNELS = (
+    "scan",
+    "mean_attention",
+    "write",
+    "read",
+    "banded",
+    "kept_attention",
+)  # by which abc_attn.attention reaches the kernels
 STEPS = ("write_token", "read_memory", "divide")  # of which core.reference is made
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 from abc_attn import paths
 from abc_attn.commands.errors import CommandError, explained
@@ -18,6 +19,9 @@ OURS = ("command", "run", "benchmark", "threads", "output")  # arguments that ar
 def bench(arguments: argparse.Namespace) -> None:
     """Measure speed and memory against torch's scaled_dot_product_attention (SDPA) and plain softmax attention."""
     options = {name: value for name, value in vars(arguments).items() if name not in OURS}
+    if arguments.benchmark == "recall":
+        recall(arguments, options)
+        return
     with explained():
         if arguments.output is not None:
             paths.writable_folder(arguments.output)
@@ -48,3 +52,19 @@ def bench(arguments: argparse.Namespace) -> None:
         raise CommandError(error) from None
     if not passed:
         sys.exit(1)
+
+
+def recall(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Measure what a converted model remembers."""
+    with explained():
+        if arguments.output is not None:
+            paths.writable_folder(arguments.output)
+        source, book = paths.model_source(options.pop("model")), paths.text_file(arguments.file)
+        with hugging_face(fetch=not source.local):
+            import torch
+
+            from abc_attn.bench.recall import run_recall
+
+            if arguments.threads:
+                torch.set_num_threads(arguments.threads)
+            run_recall(source, book, options, arguments.output)

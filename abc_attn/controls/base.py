@@ -45,7 +45,6 @@ class Control(nn.Module):
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
     sees_memory: bool = False  # `forward` takes the memory before the call as well
     follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
-    discontinuous: bool = False  # hard choices: a rounding may change what is kept
 
     name: str = ""  # as registered
     gating: str = ""  # what `describe` says of a gate inside
@@ -465,7 +464,6 @@ class Composition(Control):
         self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
         self.sees_memory = any(part.sees_memory for part in parts)
-        self.discontinuous = any(part.discontinuous for part in parts)
         self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:

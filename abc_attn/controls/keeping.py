@@ -1,9 +1,9 @@
 """Controls that keep the tokens that matter, without training: those that leave a window compete for m slots.
 
-Decisions fall as tokens 0, B, 2B, ... of the text arrive, whatever the calls are. At token c B those before c B - w have
-left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that it
-was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows, full
-just before a decision.
+Decisions fall as tokens B, 2B, 3B, ... of the text arrive, whatever the calls are. At token c B those before c B - w
+have left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that
+it was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows,
+full just before a decision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Keeping(Control):
     skips_held = True
     sees_memory = True
     follows_window = True
-    discontinuous = True
     window = 0  # tokens that do not compete yet; the window beside it, which `+` joins to it
 
     def __init__(self, slots: int, *, block: int = 64, **sizes: Any) -> None:
@@ -141,8 +140,8 @@ class Keeping(Control):
             sources.append(source)
             places.append(place)
             freed.append(gone)
-        table = Table(*(torch.stack(part, dim=2) for part in (sources, places, freed)), line)
-        return table, (end.clamp(min=0), place, *others)
+        stacked = [torch.stack(part, dim=2) for part in (sources, places, freed)]
+        return Table(stacked[0], stacked[1], stacked[2], line), (end.clamp(min=0), place, *others)
 
     def _line(self, place: Tensor, source: Tensor, before: Tensor, first: Tensor, length: int, last: int) -> Tensor:
         """Where the tokens at the places from `first` `b` on are, in order: `b h length`, as in `Table.source`.

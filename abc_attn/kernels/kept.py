@@ -79,7 +79,7 @@ def kept_attention(
             q, k, v, *others = (x.take_along_dim(order, 2) for x in (q, k, v, to_sinks) if x is not None)
             to_sinks = others[0] if others else None
         outs = []
-        for start, stop in _pieces(t, keep.block):
+        for start, stop in _pieces(t, keep.block, keep.sinks - int(before.min())):
             part = slice(start, stop)
             last = torch.minimum(end, before + stop)
             asks = None if to_sinks is None else to_sinks[:, :, part]
@@ -102,10 +102,12 @@ def _decides(keep: Keep, length: Tensor) -> bool:
     return any(place > 0 and place % keep.block == 0 for place in (length - keep.sinks).tolist())
 
 
-def _pieces(t: int, block: int) -> list[tuple[int, int]]:
-    """The first and last tokens of pieces of whole blocks; none is shorter than a block unless the call is."""
-    size = max(1, PIECE // block) * block
-    edges = [*range(0, max(1, t - block), size), t]
+def _pieces(t: int, block: int, sinks: int) -> list[tuple[int, int]]:
+    """The first and last tokens of pieces: of what is left of the sinks, if anything, then of whole blocks; none of
+    these is shorter than a block unless the call is."""
+    size, first = max(1, PIECE // block) * block, max(0, sinks)
+    edges = [0] if 0 < first < t else []
+    edges += [*range(first if edges else 0, max(1, t - block), size), t]
     return [*pairwise(edges)]
 
 

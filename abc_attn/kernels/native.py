@@ -310,6 +310,8 @@ def band(stretch: Stretch) -> Tensor | Declined:
     given = (q, to_sinks, sink_k, sink_v, k, v)
     if band.dilation > 1 or not has_values(k):
         return Declined("it has no dilated bands, and none in a traced graph")
+    if bool((before < 0).any()):
+        return Declined("it takes counts below 0 for 0: no query comes before the first token")
     if reading.dropout:
         return _NO_DROPOUT
     if d % 16 or e % 16:

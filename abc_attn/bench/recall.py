@@ -1,0 +1,304 @@
+"""The benchmark `recall`: what a converted model still knows of a long text, and the bytes that it takes.
+
+At equal rows of memory: exact attention, sinks and a window, and the controls that keep what matters beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from abc_attn.bench import needles
+from abc_attn.bench.measure import peak_of_process
+from abc_attn.bench.report import facts_of, load_average, megabytes
+from abc_attn.files import whole_file
+from abc_attn.hf import convert, state_bytes
+from abc_attn.hf.sources import load_source, load_source_tokenizer
+from abc_attn.models.saved import load_model
+from abc_attn.paths import Source
+from abc_attn.progress import Progress
+
+SINKS, BLOCK = 4, 64
+WRITTEN = 16  # tokens written after the prompt, where bytes are measured
+REPEATED = 1024  # tokens of the passage that is read again and again
+FULL, KVPRESS = "full", "kvpress keydiff"
+PARTS = ("needles", "perplexity", "bytes")
+
+Result = dict[str, Any]
+
+
+def controls(rows: int) -> dict[str, str | None]:
+    """By name, what is compared: all of them have `rows` rows of memory, except exact attention."""
+    kept = rows // 2
+    window = rows - SINKS - kept - BLOCK
+    if window < 1:
+        raise ValueError(f"--rows must be {2 * (SINKS + BLOCK + 1)} or more, got {rows}")
+    beside = f"global:{SINKS}+window:{window}"
+    return {
+        FULL: None,
+        "window": f"global:{SINKS}+window:{rows - SINKS}",
+        "keydiff": f"{beside}+keydiff:{kept}",
+        "knorm": f"{beside}+knorm:{kept}",
+    }
+
+
+def run_recall(source: Source, book: str, options: dict[str, Any], output: Path | None) -> None:
+    """Run the benchmark, print its tables, write files into `output`."""
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
+    started, said = time.monotonic(), options | {"model": str(source)}
+    facts = facts_of("recall", said, output)
+    original, tokenizer = load_source(source, dtype="float32"), load_source_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{source} has no tokenizer, and texts are needed here")
+    tokens = tokenizer(book, add_special_tokens=False).input_ids
+    longest = max(*options["lengths"], options["book_tokens"])
+    if len(tokens) < longest + 1:
+        raise ValueError(f"the book has {len(tokens)} tokens; {longest + 1} are needed for these lengths")
+    parts, compared, results = options["parts"], controls(options["rows"]), []
+    chosen = {name: compared[name] for name in compared if name in options["methods"]}
+    if "needles" in parts or "perplexity" in parts:
+        results += _quality(original, tokenizer, tokens, chosen, options)
+    if "bytes" in parts:
+        results += _bytes(original, tokens, chosen, options)
+    facts |= {"load_average_end": load_average(), "seconds": round(time.monotonic() - started, 1)}
+    report = {"benchmark": "recall", "provenance": facts, "controls": compared, "results": results}
+    page = tables(report)
+    print(page)
+    if output is not None:
+        print(f"written: {', '.join(map(str, save(report, page, output)))}")
+
+
+def _quality(
+    original: PreTrainedModel, tokenizer: Any, book: list[int], chosen: dict[str, str | None], options: dict[str, Any]
+) -> list[Result]:
+    texts = [*_needles(tokenizer, book, options)] if "needles" in options["parts"] else []
+    of_book = book[: options["book_tokens"]]
+    read = {"book": of_book, "repeated": (of_book[:REPEATED] * 4)[: options["book_tokens"]]}
+    read = read if "perplexity" in options["parts"] else {}
+    results: list[Result] = []
+    with Progress("bench recall", len(chosen) * (len(texts) + len(read))) as progress:
+        for name, control in chosen.items():
+            model = _converted(original, control, options["positions"])
+            for length, text in texts:
+                for depth, right in needles.recalls(model, text).items():
+                    results.append(
+                        {"method": name, "kind": text.kind, "length": length, "depth": depth, "right": right}
+                    )
+                progress(f"{name}, {text.kind} in {length:,} tokens")
+            for kind, tokens in read.items():
+                losses = needles.loss_by_token(model, tokens)
+                later = losses[REPEATED if kind == "repeated" else options["rows"] :]
+                found = {"perplexity": needles.perplexity(losses), "perplexity_later": needles.perplexity(later)}
+                results.append({"method": name, "kind": kind, "length": len(tokens)} | found)
+                progress(f"{name}, perplexity of {kind} text")
+            del model
+            gc.collect()
+    return results
+
+
+def _needles(tokenizer: Any, book: list[int], options: dict[str, Any]) -> Iterable[tuple[int, needles.Needles]]:
+    """Texts with their lengths: the pairs are in one text, pass keys each in a text of its own."""
+    depths, seed = options["depths"], options["seed"]
+    for number in range(options["texts"]):
+        for length in options["lengths"]:
+            given = (book, length)
+            yield length, needles.hide("pairs", *given, depths, tokenizer, seed + 1000 * number)
+            for i, depth in enumerate(depths):
+                yield length, needles.hide("pass key", *given, [depth], tokenizer, seed + 1000 * number + i + 1)
+
+
+def _converted(original: PreTrainedModel, control: str | None, positions: str) -> PreTrainedModel:
+    if control is None:
+        return original
+    options: dict[str, Any] = {"block": BLOCK} if "keydiff" in control or "knorm" in control else {}
+    return convert(copy.deepcopy(original), control, positions=positions, **options).eval()
+
+
+# The byte meter: a fresh process for each figure, in which the model has run once.
+
+
+def _bytes(
+    original: PreTrainedModel, book: list[int], chosen: dict[str, str | None], options: dict[str, Any]
+) -> list[Result]:
+    methods = [name for name in chosen if name != "knorm"]
+    methods += [KVPRESS] if "keydiff" in chosen else []
+    results: list[Result] = []
+    with (
+        TemporaryDirectory() as folder,
+        Progress("bytes", len(methods) * len(options["lengths"])) as progress,
+    ):
+        original.save_pretrained(folder)
+        for name in methods:
+            for length in options["lengths"]:
+                result: Result = {"method": name, "kind": "bytes", "length": length}
+                missing = _missing() if name == KVPRESS else None
+                if missing:
+                    result["note"] = f"skipped: {missing}"
+                else:
+                    tokens = book[:length]
+                    given = (Path(folder), name, chosen.get(name), options["positions"], options["rows"], tokens)
+                    state = Path(folder) / "state-bytes"
+                    result["peak_bytes"] = peak_of_process(_ready, *given, state)
+                    if result["peak_bytes"] is None:
+                        result["note"] = "the process that measures memory was killed"
+                    else:
+                        result["state_bytes"], result["final_bytes"] = map(int, state.read_text().split())
+                results.append(result)
+                progress(f"{name}, {length:,} tokens")
+    return results
+
+
+def _missing() -> str | None:
+    """Why kvpress cannot be measured here."""
+    if importlib.util.find_spec("kvpress") is None:
+        return "kvpress is not installed (pip install kvpress)"
+    try:
+        import kvpress  # noqa: F401
+    except Exception as error:  # it needs other packages, of versions of its own
+        return f"kvpress cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+def _ready(
+    folder: Path, name: str, control: str | None, positions: str, rows: int, tokens: list[int], said: Path
+) -> Callable[[], object]:
+    """The call reads the text and writes some tokens; the most bytes of state, and those at the end, go to a file."""
+    model = _converted(load_model(folder).float(), control, positions)
+    run = _pressed if name == KVPRESS else _chunked
+    run(model, rows, tokens[: needles.READ + 1])  # threads are started and libraries loaded before the measurement
+    return lambda: said.write_text("{} {}".format(*run(model, rows, tokens)))
+
+
+@torch.inference_mode()
+def _chunked(model: PreTrainedModel, rows: int, tokens: list[int]) -> tuple[int, int]:
+    cache, most = needles.new_cache(model), 0
+    last = [[3]] * WRITTEN
+    for chunk in [*torch.tensor([tokens]).split(needles.READ, dim=1), *map(torch.tensor, ([token] for token in last))]:
+        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        most = max(most, bytes_of(cache))
+    return most, bytes_of(cache)
+
+
+@torch.inference_mode()
+def _pressed(model: PreTrainedModel, rows: int, tokens: list[int]) -> tuple[int, int]:
+    """kvpress compresses a layer after its whole prompt is there: the prompt goes in at once."""
+    from kvpress import KeyDiffPress
+
+    cache = DynamicCache()
+    ids = torch.tensor([tokens])
+    with KeyDiffPress(compression_ratio=max(0.0, 1 - rows / len(tokens)))(model):
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    most = bytes_of(cache)
+    for place in range(len(tokens), len(tokens) + WRITTEN):
+        where = torch.tensor([[place]])
+        model(torch.tensor([[3]]), past_key_values=cache, position_ids=where, use_cache=True)
+    return max(most, bytes_of(cache)), bytes_of(cache)
+
+
+def bytes_of(cache: Any) -> int:
+    """What the keys and values in a cache take."""
+    if isinstance(cache, needles.BoundedCache):
+        return state_bytes(cache)
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
+
+
+# What is shown.
+
+
+def tables(report: dict[str, Any]) -> str:
+    """Markdown: recall by length and depth, perplexity, bytes, and where they come from."""
+    results, facts = report["results"], report["provenance"]
+    asked = [each for each in results if "right" in each]
+    parts = []
+    for kind in dict.fromkeys(each["kind"] for each in asked):
+        rows = [each for each in asked if each["kind"] == kind]
+        columns = sorted({each["length"] for each in rows})
+        lines = []
+        for method in dict.fromkeys(each["method"] for each in rows):
+            for depth in [*sorted({each["depth"] for each in rows}), None]:
+                shown = [method, "all" if depth is None else f"{depth} %"]
+                for length in columns:
+                    found = [
+                        each["right"]
+                        for each in rows
+                        if each["method"] == method and each["length"] == length and depth in (None, each["depth"])
+                    ]
+                    shown.append(f"{sum(found)} / {len(found)}")
+                lines.append(shown)
+        parts.append(f"{kind}: right answers, by depth of the fact and tokens of the text\n\n")
+        parts[-1] += _table(["method", "depth", *(f"{length:,}" for length in columns)], lines)
+    read = [each for each in results if "perplexity" in each]
+    if read:
+        lines = [
+            [each["method"], each["kind"], f"{each['length']:,}"]
+            + [f"{each[key]:.3f}" for key in ("perplexity", "perplexity_later")]
+            for each in read
+        ]
+        head = ["method", "text", "tokens", "perplexity", "beyond the memory, or of the repetitions"]
+        parts.append("perplexity\n\n" + _table(head, lines))
+    held = [each for each in results if each["kind"] == "bytes"]
+    if held:
+        lines = [
+            [each["method"], f"{each['length']:,}"]
+            + [megabytes(each[key]) if each.get(key) else "-" for key in ("state_bytes", "final_bytes", "peak_bytes")]
+            + [each.get("note", "")]
+            for each in held
+        ]
+        head = ["method", "tokens", "most state seen", "state at the end", "peak of the process", "note"]
+        parts.append("bytes beyond the weights, over prompt and decoding\n\n" + _table(head, lines))
+    names = ", ".join(f"{name}: `{control}`" for name, control in report["controls"].items() if control)
+    parts.append(
+        f"{names}.\n`{facts['command']}`, {facts['date']}, {facts['cpu']}, {facts['threads']} threads, commit "
+        f"{facts['commit'] or 'unknown'}, {facts['seconds']:.0f} s."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def save(report: dict[str, Any], page: str, folder: Path) -> list[Path]:
+    """Write JSON, Markdown and, where matplotlib is installed, a plot; returns what was written."""
+    written = [folder / "recall.json", folder / "recall.md"]
+    for path, text in zip(written, (json.dumps(report, indent=1) + "\n", page), strict=True):
+        with whole_file(path) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return written
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _lines(left, [each for each in report["results"] if "right" in each], "right", "facts recalled")
+    _lines(right, [each for each in report["results"] if each.get("peak_bytes")], "peak_bytes", "peak bytes")
+    picture = folder / "recall.png"
+    with whole_file(picture) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+    return [*written, picture]
+
+
+def _lines(axes: Any, results: Sequence[Result], field: str, title: str) -> None:
+    """The mean of a field by length, one line for each method."""
+    for number, method in enumerate(dict.fromkeys(each["method"] for each in results)):
+        own = [each for each in results if each["method"] == method]
+        lengths = sorted({each["length"] for each in own})
+        means = [statistics.fmean(each[field] for each in own if each["length"] == length) for length in lengths]
+        axes.plot(lengths, means, marker="osD^vPX*"[number % 8], label=method)
+    axes.set(title=title, xlabel="tokens of the text", xscale="log")
+    axes.grid(True, alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=8)

@@ -1,0 +1,77 @@
+"""`abc-attn bench recall`: facts in a text, and figures of a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+from command_line import refused_in_one_line
+from gguf_file import TOKENS, write_gguf
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from abc_attn.bench import needles, recall
+from abc_attn.cli import main
+from abc_attn.hf import convert
+
+SIZES = {"vocab_size": len(TOKENS), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).eval()
+
+
+@pytest.fixture
+def file(model, tmp_path):
+    write_gguf(model, tmp_path / "tiny.gguf")
+    (tmp_path / "book.txt").write_text("we were here and there " * 80)
+    return tmp_path / "tiny.gguf"
+
+
+def test_facts_are_where_they_should_be(file):
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    book = [3] * 500
+    hidden = needles.hide("pairs", book, 300, [10, 50, 90], tokenizer, seed=1)
+    assert len(hidden.text) == 300
+    begins = [i for i, (a, b) in enumerate(zip(hidden.text, hidden.text[1:], strict=False)) if a == 3 != b]
+    assert begins[0] < 40
+    assert 250 < begins[-1] < 290
+    assert hidden == needles.hide("pairs", book, 300, [10, 50, 90], tokenizer, seed=1)
+
+
+def test_all_controls_have_the_same_rows():
+    for name, control in recall.controls(512).items():
+        if control is not None:
+            made = convert(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), control)
+            assert made.controls["self"].rows == 512, name
+    with pytest.raises(ValueError, match="--rows must be 138 or more, got 100"):
+        recall.controls(100)
+
+
+def test_the_state_is_flat_and_keys_and_values_are_not(model):
+    bounded = recall._converted(model, recall.controls(138)["keydiff"], "slot")
+    sizes = {recall._chunked(bounded, 138, [3] * tokens) for tokens in (600, 1500)}
+    assert len(sizes) == 1
+    assert recall._chunked(model, 138, [3] * 600)[0] < recall._chunked(model, 138, [3] * 1500)[0]
+
+
+def test_the_command(file, tmp_path, capsys):
+    options = ["--lengths", "200", "--depths", "50", "--texts", "1", "--rows", "138", "--book-tokens", "1100"]
+    options += ["--parts", "needles", "perplexity", "--methods", "full", "keydiff", "--output", str(tmp_path / "out")]
+    assert main(["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *options]) == 0
+    found = json.loads((tmp_path / "out" / "recall.json").read_text())
+    assert {each["kind"] for each in found["results"]} == {"pass key", "pairs", "book", "repeated"}
+    assert found["controls"]["keydiff"] == "global:4+window:1+keydiff:69"
+    assert "| keydiff | 50 % | " in capsys.readouterr().out
+
+
+def test_mistakes_are_found_before_work(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("short")
+    given = ["bench", "recall", str(tmp_path / "nothing.gguf"), "--file", str(tmp_path / "book.txt")]
+    refused_in_one_line(given, "no saved model at", capsys)
