@@ -234,7 +234,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("state", "state_bytes", megabytes),
         ("peak memory", "peak_bytes", megabytes),
         ("DynamicCache's / it", "peak_ratio_dynamic", times),
-        ("tokens of DynamicCache", "same_tokens", "{:.0%}".format),
+        ("same tokens", "same_tokens", "{:.0%}".format),
         *CHECK,
     ],
     "encode-model": [
