@@ -44,6 +44,13 @@ from abc_attn.state import State
 ONE, MANY = 1, 3  # rows of the inputs that the two graphs are traced with
 MOST_ROWS = 1 << 16
 _GRAPH, _CONSTANTS = "step.pt2", "constants.safetensors"
+# The weights stay outside, all of them: inductor would put those of up to eight numbers, and those that are all alike
+# (a norm that was never trained), into the code, and the graph would be wrong for another model of the same shapes.
+_OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+}
 # Arguments of a call that a graph takes, or that say nothing about one token after others.
 _TAKEN = {"input_ids", "decoder_input_ids", "position_ids", "attention_mask", "decoder_attention_mask"}
 _TAKEN |= {"past_key_values", "encoder_outputs", "use_cache", "return_dict", "logits_to_keep", "cache_position"}
@@ -269,7 +276,9 @@ class _Step:
         self.attentions = _causal(model)
         self.first = _first_position(model)
         try:
-            self.graph, self.constants = _load_or_compile(model, kind)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, about what it does
+                self.graph, self.constants = _load_or_compile(model, kind)
             self.bind(model)
         except NotCompiled:
             raise
@@ -295,8 +304,8 @@ class _Step:
             own.append([_owned(part, seen) for part in _own_parts(attention, state)])
         length: Tensor = layers.own[0].state.length  # type: ignore[union-attr]
         if position is None:
-            columns = torch.full_like(ids, layers.own[0].columns)
-            position = columns if self.first is None else self.first + length[:, None]
+            counted = None if self.first is None else self.first + length[:, None]
+            position = torch.full_like(ids, layers.own[0].columns) if counted is None else counted
         cross = [part.contiguous() for layer in layers.cross for part in _cross_parts(layer.state)]  # type: ignore[arg-type]
         parts = [part for of_layer in own for part in of_layer]
         position = position[:, -1:].expand(len(ids), 1).contiguous()
@@ -362,8 +371,9 @@ def _key(model: PreTrainedModel, kind: int) -> str:
     versions = [torch.__version__, transformers.__version__]
     digest = hashlib.sha256(repr([type(model).__name__, config, shapes, machine, versions, kind]).encode())
     package = Path(__file__).parents[1]
-    for file in sorted(package.rglob("*.py")):  # whatever changes in the code changes the graph
-        digest.update(file.read_bytes())
+    for place in ("*.py", "controls/*.py", "kernels/*.py", "hf/**/*.py"):  # a change in the code may change the graph
+        for file in sorted(package.glob(place)):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 
 
@@ -397,7 +407,7 @@ def _load_or_compile(model: PreTrainedModel, kind: int) -> tuple[Any, dict[str, 
                 torch._inductor.aoti_compile_and_package(
                     program,
                     package_path=str(partial / _GRAPH),
-                    inductor_configs={"aot_inductor.package_constants_in_so": False},
+                    inductor_configs=_OPTIONS,
                 )
                 save_file(constants, partial / _CONSTANTS)
     return torch._inductor.aoti_load_package(str(folder / _GRAPH)), load_file(folder / _CONSTANTS)
@@ -424,6 +434,6 @@ def trace(model: PreTrainedModel, kind: int) -> torch.export.ExportedProgram:
             [[rows for _ in parts] for parts in cross],
         )
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about what it does
+        warnings.simplefilter("ignore")
         graph = _Graph(model, layers).eval()
         return torch.export.export(graph, (ids, ids + 1, length, own, cross), dynamic_shapes=shapes, strict=False)

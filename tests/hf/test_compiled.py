@@ -189,7 +189,7 @@ def compile_and_compare(model, given, folder, monkeypatch):
     compare(model, given)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in other.parameters():  # norms, that are all ones, and scales of eight numbers among them
             if parameter.is_floating_point():
                 parameter.mul_(1.1)
     compare(other, given)  # the same graph with other weights
