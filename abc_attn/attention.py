@@ -146,7 +146,7 @@ class MemoryAttention(nn.Module):
         mean = self.control.mean(source)
         if mean is not None:
             assert inner is not None
-            options |= {"log_keep": mean.log_keep, "causal": self.causal}
+            options |= {"log_keep": mean.log_keep, "causal": self.causal, "in_place": self.in_place}
             out, memory, log_total = mean_attention(
                 q, k, v, mean.log_weights, memory, inner[0], self.reading, **options
             )

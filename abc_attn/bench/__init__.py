@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ LONGEST_CALL = 15.0  # seconds: `scaling` leaves out a baseline at lengths where
 PREFILL = 1024  # tokens at a time
 ALONE = 600  # repetitions of a step at every context, without the baselines (a minute); medians of 150 vary by 6 %
 
-Outcome = tuple[list[Row], dict[str, float | str]]
+MINUTES = {"translate": 12, "encode-model": 12}  # of the default sizes, on two idle cores
+
+Outcome = tuple[list[Row], Mapping[str, float | str]]
 
 
 def compare(works: Sequence[Work], repetitions: int, report: Callable[[str], None], skip: dict[Work, str]) -> list[Row]:
@@ -232,11 +235,15 @@ def _states(contexts: Sequence[int], slots: int, width: int, heads: int, batch: 
 
 
 def _mlp_step(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, state: State) -> Callable[[], Tensor]:
-    """Every call continues from the state before, as decoding does; the first is the step at the context itself."""
+    """Every call continues from the state before, as decoding does; the first is the step at the context itself. The
+    state is a copy of our own, so it may be written in place, as the cache of the baselines is."""
+    if state is not None:
+        memory, log_total = state
+        state = Memory(*(part.clone() for part in memory)), log_total.clone()
 
     def step() -> Tensor:
         nonlocal state
-        out, state = mlp_attention(q, k, v, logits, state)
+        out, state = mlp_attention(q, k, v, logits, state, in_place=True)
         return out
 
     return step
@@ -282,6 +289,8 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
     """Run one benchmark with its options, print the table, write files into `output`; False if a check failed."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
+    if name in MINUTES:
+        print(f"bench {name}: about {MINUTES[name]} minutes at its default sizes on two idle cores", file=sys.stderr)
     keep_freed_memory()
     facts, started = facts_of(name, options, output), time.monotonic()
     once = {

@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from abc_attn.bench.measure import give_back_memory, high_water
+from abc_attn.bench.measure import give_back_memory, high_water, preloaded
 
 INSTALL = "pip install 'abc-attn[bench]'"
 END = "</s>"
+PROCESSES = "abc_attn.bench.translators"  # what the processes need that measure memory beside it
 WHOLE_INPUT = 0  # its max_input_length that cuts nothing off; by default it reads 1,024 tokens
 
 
@@ -48,7 +48,7 @@ class Peer:
     """A process with one model: it answers one request at a time."""
 
     def __init__(self, converted: Path, compute_type: str, threads: int) -> None:
-        context = get_context("forkserver")
+        context = preloaded(PROCESSES)
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, converted, compute_type, threads), daemon=True)
         self._process.start()

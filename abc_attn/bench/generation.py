@@ -17,7 +17,7 @@ from abc_attn.progress import Progress
 
 def generate(
     model: Path | None, control: str, contexts: list[int], batches: list[int], tokens: int, repetitions: int
-) -> tuple[list[Row], dict[str, float | str]]:
+) -> tuple[list[Row], dict[str, float]]:
     """Steps of generate() from a full cache, at each context and batch: tokens per second and memory."""
     from abc_attn.bench import models as caches  # brings transformers
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
@@ -318,10 +319,19 @@ def peak_memory(work: Work) -> int | None:
     return peak_of_process(_ready, work)
 
 
+def preloaded(module: str) -> ForkServerContext:
+    """Makes processes by forking one that has only imported `module`: seconds faster than new ones.
+
+    It imports what the first call asks for.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
+
+
 def peak_of_process(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int | None:
     """Bytes by which what `prepare(*arguments)` returns raises, when called, the peak of a fresh process."""
-    context = get_context("forkserver")  # forks a process that has only imported: seconds faster than a new one
-    context.set_forkserver_preload([prepare.__module__])
+    context = preloaded(prepare.__module__)
     receiver, sender = context.Pipe(duplex=False)
     given = (torch.get_num_threads(), sender, prepare, *arguments)
     process = context.Process(target=_peak, args=given, daemon=True)

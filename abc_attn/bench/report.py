@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -116,7 +116,7 @@ class Report:
 
     name: str
     rows: list[Row]
-    summary: dict[str, float | str]
+    summary: Mapping[str, float | str]
     provenance: dict[str, Any]
 
     @property
@@ -234,7 +234,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("state", "state_bytes", megabytes),
         ("peak memory", "peak_bytes", megabytes),
         ("DynamicCache's / it", "peak_ratio_dynamic", times),
-        ("tokens of DynamicCache", "same_tokens", "{:.0%}".format),
+        ("same tokens", "same_tokens", "{:.0%}".format),
         *CHECK,
     ],
     "encode-model": [
@@ -325,7 +325,7 @@ def save(report: Report, folder: Path) -> list[Path]:
     content = {
         "benchmark": report.name,
         "provenance": report.provenance,
-        "summary": report.summary,
+        "summary": dict(report.summary),
         "rows": [asdict(row) for row in report.rows],
     }
     texts = json.dumps(content, indent=2, allow_nan=False) + "\n", markdown(report)

@@ -46,6 +46,13 @@ class Method(NamedTuple):
     control: str | None = None  # of the decoder's attentions; None: exact
     slots: tuple[int, int] | None = None  # of its cross- and its self-attention
     compute: str | None = None  # what CTranslate2 computes with; None: it is not CTranslate2
+    compiled: bool = False  # a step is one graph (hf/compiled.py)
+    weights: str | None = None  # "int8"
+
+    @property
+    def rounded(self) -> bool:
+        """Whether its weights are not those of the others, so that it may write other tokens."""
+        return "int8" in (self.compute, self.weights)
 
 
 METHODS = (
@@ -55,6 +62,8 @@ METHODS = (
     Method("rfa", "rfa 256/128", "rfa", (256, 128)),
     Method("t2r", "t2r 32/4", "t2r", (32, 4)),
     Method("mlp", "mlp 32/8", "mlp", (32, 8)),
+    Method("mlp_compiled", "mlp 32/8, compiled", "mlp", (32, 8), compiled=True),
+    Method("mlp_int8", "mlp 32/8, int8, compiled", "mlp", (32, 8), compiled=True, weights="int8"),
     Method("ctranslate2", "CTranslate2, fp32", compute="float32"),
     Method("ctranslate2_int8", "CTranslate2, int8", compute="int8"),
 )
@@ -71,7 +80,7 @@ class TranslationRow(Row):
     seconds_end: float | None = None  # ... and at its end
     seconds_reading: float | None = None  # the source, once: the encoder, and the memory or the keys and values of it
     tokens_per_second_whole: float | None = None  # reading included
-    same_tokens: float | None = None  # share of the tokens that are those of DynamicCache
+    same_tokens: float | None = None  # share of the tokens that are those of DynamicCache; or of ours, uncompiled
     ratio_static: float | None = None
     ratio_ctranslate2: float | None = None
     ratio_ctranslate2_int8: float | None = None
@@ -126,15 +135,16 @@ def translate(
     ):
         original = translators.make_marian(shape)
         models = {
-            method.name: translators.prepare(copy.deepcopy(original), method.control, method.slots)
-            for method in METHODS
-            if method.control
+            method.name: translators.prepare(copy.deepcopy(original), method) for method in METHODS if method.control
+        }
+        notes = {
+            method.name: translators.compile_step(models[method.name], batch) for method in METHODS if method.compiled
         }
         progress("the models")
         peers = _peers(original, shape, Path(folder), stack)
         progress("the models of CTranslate2")
         for length in lengths:
-            one = _Length(shape, original, models, peers, length, batch, min(tokens, (length - 1) // 2))
+            one = _Length(shape, original, models, peers, notes, length, batch, min(tokens, (length - 1) // 2))
             rows += one.compare(repetitions, progress)
             whole += one.whole()
             del one
@@ -187,13 +197,14 @@ class _Length:
         original: Any,
         models: dict[str, Any],
         peers: dict[str, Any],
+        notes: dict[str, str],
         length: int,
         batch: int,
         steps: int,
     ) -> None:
         from abc_attn.bench import translators
 
-        self.shape, self.original, self.models, self.peers = shape, original, models, peers
+        self.shape, self.original, self.models, self.peers, self.notes = shape, original, models, peers, notes
         self.length, self.batch, self.steps = length, batch, steps
         self.seen = length - steps - 1  # words of a target before the steps at its end
         self.text: Text = translators.make_text(original, length, self.seen)
@@ -252,7 +263,7 @@ class _Length:
             needed = 3.5 * self.shape.bytes_of_keys_and_values(self.batch, self.length)
             what = "keys and values"
         else:
-            return None
+            return self.notes.get(method.name)
         if needed <= available_bytes():
             return None
         return f"skipped: {what} take {in_words(int(needed))}, and {in_words(available_bytes())} may be used"
@@ -261,12 +272,12 @@ class _Length:
         from abc_attn.bench import translators
 
         model = self.models.get(method.name, self.original)
-        if method.control and not row.passes(error(*translators.check_state(model, method.name, self.text))):
+        if method.control and not row.passes(
+            error(*translators.check_state(model, method.name, self.text, min(self.batch, 2)))
+        ):
             return
         sizes = (self.length, self.seen), self.batch, min(self.steps, 2)
-        row.peak_bytes = peak_of_process(
-            translators.ready, self.shape, method.name, method.control, method.slots, *sizes
-        )
+        row.peak_bytes = peak_of_process(translators.ready, self.shape, method, *sizes)
         decoder = translators.Decoder(model, method.name, self.text, self.batch, self.steps)
         row.state_bytes = decoder.state_bytes
         self.decoders[method.name] = decoder
@@ -306,22 +317,22 @@ class _Length:
         row.tokens_per_second_whole = self.batch * self.length / (row.seconds_reading + self.length * row.seconds)
 
     def _compare_tokens(self, found: Mapping[str, Sequence[Pair]]) -> None:
-        """What every exact method must decode is what DynamicCache decodes; int8 may differ."""
-        if "dynamic" not in found:
-            return
-        expected = found["dynamic"][0].tokens
+        """Every exact method must write what DynamicCache writes, and a compiled one what it writes uncompiled; unless
+        its weights are rounded."""
         for method in METHODS:
-            row = self.rows[method.name]
-            if method.control or method.name not in found:
+            model = METHODS[0] if method.control is None else next(m for m in METHODS if m.control == method.control)
+            if method.name not in found or model.name not in found or method == model:
                 continue
+            expected, row = found[model.name][0].tokens, self.rows[method.name]
             same = [a == b for pair in found[method.name] for a, b in zip(pair.tokens, expected, strict=True)]
-            row.same_tokens = sum(same) / len(same)
-            if row.same_tokens < 1 and method.compute != "int8":
-                self.rows[method.name] = TranslationRow(
+            share = sum(same) / len(same)
+            if share < 1 and not method.rounded:
+                row = TranslationRow(
                     row.method, row.phase, row.batch, row.heads, row.tokens, row.width, None, title=row.title,
-                    same_tokens=row.same_tokens,
-                    note=f"CHECK FAILED: {row.same_tokens:.0%} of its tokens are those of {METHODS[0].title}",
+                    note=f"CHECK FAILED: {share:.0%} of its tokens are those of {model.title}",
                 )  # fmt: skip
+                self.rows[method.name] = row
+            row.same_tokens = share
 
     def whole(self) -> Iterator[float]:
         """Of each method, the time of a target decoded from start to end / what both ends give; for short targets."""

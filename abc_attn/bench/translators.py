@@ -25,7 +25,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from abc_attn.bench.measure import give_back_memory, high_water
 from abc_attn.bench.models import PreallocatedLayer
+from abc_attn.bench.translation import Method
 from abc_attn.hf.cache import state_bytes
+from abc_attn.hf.compiled import NotCompiled, compile_decoding
 from abc_attn.hf.convert import convert
 from abc_attn.memory_limit import FLOAT
 
@@ -93,13 +95,23 @@ def save(model: PreTrainedModel, shape: Shape, folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def prepare(model: MarianMTModel, control: str | None, slots: tuple[int, int] | None) -> PreTrainedModel:
+def prepare(model: MarianMTModel, method: Method) -> PreTrainedModel:
     """The model as it is, or with bounded memories in its decoder; it consumes `model`."""
-    if control is None or slots is None:
+    if method.control is None or method.slots is None:
         return model
+    slots = dict(zip(("cross", "self"), method.slots, strict=True))
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of the control
-        return convert(model, control, dict(zip(("cross", "self"), slots, strict=True)), where=("cross", "self"))
+        return convert(model, method.control, slots, where=("cross", "self"), weights=method.weights)
+
+
+def compile_step(model: PreTrainedModel, rows: int) -> str:
+    """Let the model decode by a compiled step; what to say if it cannot be compiled."""
+    try:
+        compile_decoding(model, rows)
+    except NotCompiled as reason:
+        return f"skipped: not compiled: {reason}"
+    return ""
 
 
 # Texts and caches.
@@ -257,26 +269,20 @@ def encoder_seconds(model: Any, source: Tensor, batch: int) -> float:
     return time.perf_counter() - started
 
 
-def ready(
-    shape: Shape,
-    method: str,
-    control: str | None,
-    slots: tuple[int, int] | None,
-    text: tuple[int, int],
-    batch: int,
-    steps: int,
-) -> Callable[[], object]:
+def ready(shape: Shape, method: Method, text: tuple[int, int], batch: int, steps: int) -> Callable[[], object]:
     """For a process that measures memory: the model has run once; the call decodes near the end of a target.
 
     What reading one row took before is not counted.
     """
-    model = prepare(make_marian(shape), control, slots)
-    Decoder(model, method, make_text(model, 4, 2), 1, 1).end()
+    model = prepare(make_marian(shape), method)
+    if method.compiled:
+        compile_step(model, batch)  # it was compiled before, and is on disk
+    Decoder(model, method.name, make_text(model, 4, 2), min(batch, 2), 1).end()
     read = make_text(model, *text)
     give_back_memory()
 
     def run() -> None:
-        decoder = Decoder(model, method, read, batch, steps)
+        decoder = Decoder(model, method.name, read, batch, steps)
         give_back_memory()
         high_water(reset=True)
         decoder.end()
@@ -288,11 +294,14 @@ def ready(
 
 
 @torch.no_grad()
-def check_state(model: Any, method: str, text: Text) -> tuple[Tensor, Tensor]:
-    """The logits of the last step of a target, from a cache; and of the whole target read at once without one."""
-    cache = full_cache(model, method, text, 1, text.target.shape[1] + 1)
-    given: dict[str, Any] = {"encoder_outputs": _output(text.encoded)}
-    step = model(decoder_input_ids=text.target[:, -1:], past_key_values=cache, **given).logits
+def check_state(model: Any, method: str, text: Text, rows: int) -> tuple[Tensor, Tensor]:
+    """The logits of the last step of a target, from a cache; and of the whole target read at once without one.
+
+    The step is one of `rows` equal rows, because a step is compiled for one row or for several.
+    """
+    cache = full_cache(model, method, text, rows, text.target.shape[1] + 1)
+    given: dict[str, Any] = {"encoder_outputs": _output(text.encoded.repeat(rows, 1, 1))}
+    step = model(decoder_input_ids=text.target[:, -1:].repeat(rows, 1), past_key_values=cache, **given).logits
     hidden = model.get_decoder()(text.target, encoder_hidden_states=text.encoded, use_cache=False).last_hidden_state
     return step, model.lm_head(hidden[:, -1:]) + model.final_logits_bias
 

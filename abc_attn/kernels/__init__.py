@@ -133,6 +133,7 @@ def mlp_attention(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     dropout: float = 0.0,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, tuple[Memory, Tensor]]:
     """ABC_MLP (section 4, appendix B.1) from its logits W x, `b h t n`: phi_i = exp(logits_i) / sum_j exp(logits_j).
@@ -143,6 +144,9 @@ def mlp_attention(
     log_keep = log f, `b h t n` or `b h t 1`, lets the means forget: A_t = f_t A_{t-1} + (1 - f_t) exp(logits_t), and
     the sums of keys and values likewise. Without `causal` nothing is forgotten: 1 - f only weighs. With log_keep the
     logits may be None, for zeros.
+
+    in_place: for decoding. A step of one token may write into `state`, and does so where it is faster; then only the
+    state that is returned may be used. While gradients are recorded nothing is overwritten.
     """
     match state:
         case None | (Memory(), Tensor()):
@@ -153,6 +157,7 @@ def mlp_attention(
     memory, log_total = (None, None) if state is None else state
     reading = Reading(scale=scale, dropout=dropout)
     options: dict[str, Any] = {"log_keep": log_keep, "causal": causal, "key_padding_mask": key_padding_mask}
+    options["in_place"] = in_place
     out, memory, log_total = mean_attention(q, k, v, logits, memory, log_total, reading, **options, backend=backend)
     return out, (memory, log_total)
 
@@ -169,17 +174,18 @@ def mean_attention(
     log_keep: Tensor | None = None,
     causal: bool,
     key_padding_mask: Tensor | None = None,
+    in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Memory, Tensor]:
     """Attention over running means of the tokens, from the logarithms of their weights (normaliser.running_mean).
 
     With log_keep = log f, `b h t n` or `b h t 1`, they forget: A_t = f_t A_{t-1} + (1 - f_t) w_t; log_weights None:
-    w = 1.
+    w = 1. in_place: see mlp_attention.
     """
     check_backend(backend)
     answer: Any
     if causal and key_padding_mask is None:  # a decoding step is so short that checks would take half of its time
-        answer = call("mean_step", backend, q, k, v, log_weights, log_keep, memory, log_total, reading)
+        answer = call("mean_step", backend, q, k, v, log_weights, log_keep, memory, log_total, reading, in_place)
         if not isinstance(answer, Declined):
             return answer
     if not causal:  # a memory that is read as a whole has no order to forget in

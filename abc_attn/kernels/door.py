@@ -5,7 +5,8 @@ A backend is a module. It may offer any of these operations, and declines a call
     scan(q, k, v, write, memory, reading)     core.reference: causal attention from a Write
     mean(q, k, v, log_weights, log_keep, memory, log_total, reading, causal)
                                               attention over weighted means of the tokens: see mean_attention
-    mean_step(... as mean, but for causal)    one token of `mean`, from unchecked inputs
+    mean_step(... as mean, but for causal, in_place)
+                                              one token of `mean`, from unchecked inputs; may write into the memory
     band(stretch), band_step(token)           tokens kept as they are: see banded.py
     exact(q, memory, seen, reading)           softmax over every token: the baseline
     rotate(x, cos, sin)                       rotary positions

@@ -204,9 +204,11 @@ def mean_step(
     memory: Memory | None,
     log_total: Tensor | None,
     reading: Reading,
+    in_place: bool = False,
 ) -> tuple[Tensor, Memory, Tensor] | Declined:
     """One token of `mean` after others. Decoding is made of it, so as little as possible is done besides.
 
+    in_place: memory and log_total may be written to, unless gradients are recorded, for which they may be kept.
     Declines inputs that the fast path does not support; `mean` handles them, or they are refused on the way there.
     """
     if (
@@ -238,7 +240,8 @@ def mean_step(
             return _NO_STEP
         if torch.is_grad_enabled() and log_keep.requires_grad:
             return _NO_STEP
-    after = [torch.empty_like(x) for x in given[4:]]
+    # The kernel reads each number of the old memory before it writes that number of the new one: they may be the same.
+    after = given[4:] if in_place and not torch.is_grad_enabled() else [torch.empty_like(x) for x in given[4:]]
     out = v.new_empty(b, heads, 1, e)
     width, threads = 0 if log_keep is None else log_keep.shape[3], torch.get_num_threads()
     sizes = (b * h, heads // h, 1, n, d, e, 1, width, 1, 0, reading.mask_empty, 1, 0, threads, 0)  # as _SIZES

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from abc_attn.bench import encoders, translators  # noqa: E402 (they import transformers)
 from abc_attn.hf import convert  # noqa: E402
+from abc_attn.hf.compiled import NotCompiled  # noqa: E402
 
 RUNS = {
     "translate": "--lengths 30 9 --batch 2 --tokens 3 --layers 2 --width 16 --heads 2 --words 40",
@@ -28,6 +29,7 @@ def small(monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(measure, "SGEMM_SIZE", 64)
     monkeypatch.setattr("abc_attn.bench.keep_freed_memory", lambda: None)
+    monkeypatch.setattr(translators, "compile_decoding", lambda model, rows: None)  # half a minute each
     monkeypatch.setattr(ctranslate2_peer, "missing", lambda: "skipped: ctranslate2 is not installed")
     for module in (translation, encoding):
         monkeypatch.setattr(module, "peak_of_process", lambda *arguments: 1000)
@@ -63,11 +65,13 @@ def test_decoding_over_lengths(tmp_path, capsys):
         assert row["tokens_per_second_whole"] == pytest.approx(2 * length / whole)
         assert row["ratio_dynamic"] == pytest.approx(rows["dynamic", length]["seconds"] / row["seconds"])
         if method in translators.EXACT:
-            assert row["same_tokens"] == 1
+            assert row["same_tokens"] == (None if method == "dynamic" else 1)
             assert row["state_bytes"] >= SHAPE.bytes_of_keys_and_values(2, 2 * length - 4)
         else:
             assert row["gate_error"] < 1e-4
             assert row["state_bytes"] == rows[method, 9]["state_bytes"]
+        if method == "mlp_compiled":
+            assert row["same_tokens"] == 1
     assert "mlp 32/8 against DynamicCache" in found["summary"]
     assert any("decoded whole" in name for name in found["summary"])
     assert "| 30 | mlp 32/8 |" in (tmp_path / "translate.md").read_text()
@@ -79,7 +83,7 @@ def test_decoding_over_lengths(tmp_path, capsys):
 )
 def test_decoding_near_the_end_is_decoding_from_the_text(method):
     """From the start, and from a cache near the end, once and again: the tokens that generate() gives from the text."""
-    model = translators.prepare(translators.make_marian(SHAPE), method.control, method.slots)
+    model = translators.prepare(translators.make_marian(SHAPE), method)
     text = translators.make_text(model, 20, 11)
     decoder = translators.Decoder(model, method.name, text, batch=2, steps=3)
     options = {"min_new_tokens": 4, "max_new_tokens": 4, "num_beams": 1}
@@ -92,44 +96,42 @@ def test_decoding_near_the_end_is_decoding_from_the_text(method):
         assert len(turn.steps) == 3
 
 
-def test_no_tokens_per_second_where_logits_are_wrong(tmp_path, monkeypatch):
-    right = translators.check_state
+def test_no_tokens_per_second_where_logits_or_tokens_are_wrong(tmp_path, monkeypatch):
+    right_logits, right_turn = translators.check_state, translators.Decoder.end
 
-    def wrong(model, method, text):
-        found, expected = right(model, method, text)
+    def wrong_logits(model, method, *given):
+        found, expected = right_logits(model, method, *given)
         return (found * 1.001 if method == "t2r" else found), expected
 
-    monkeypatch.setattr(translators, "check_state", wrong)
+    def wrong_turn(self):
+        turn = right_turn(self)
+        return turn._replace(tokens=[0, *turn.tokens[1:]]) if self.method in ("static", "mlp_compiled") else turn
+
+    monkeypatch.setattr(translators, "check_state", wrong_logits)
+    monkeypatch.setattr(translators.Decoder, "end", wrong_turn)
     code, found = run("translate", tmp_path)
     assert code == 1
+    said = {"t2r": "error 1", "static": "of its tokens are those of DynamicCache", "mlp_compiled": "those of mlp 32/8"}
     for row in found["rows"]:
-        if row["method"] == "t2r":
-            assert "CHECK FAILED: error 1" in row["note"]
-            assert row["seconds"] is row["peak_bytes"] is None
+        if row["method"] in said:
+            assert row["note"].startswith("CHECK FAILED: ")
+            assert said[row["method"]] in row["note"]
+            assert row["seconds"] is row["peak_bytes"] is row["ratio_dynamic"] is None
         elif not row["method"].startswith("ctranslate2"):
             assert row["seconds"] > 0
 
 
-def test_no_tokens_per_second_where_tokens_differ(tmp_path, monkeypatch):
-    right = translators.Decoder.end
+def test_what_does_not_fit_or_cannot_be_compiled_is_skipped_and_said(tmp_path, monkeypatch):
+    def refuse(model, rows):
+        raise NotCompiled("no C++ compiler was found")
 
-    def wrong(self):
-        turn = right(self)
-        return turn._replace(tokens=[0, *turn.tokens[1:]]) if self.method == "static" else turn
-
-    monkeypatch.setattr(translators.Decoder, "end", wrong)
-    code, found = run("translate", tmp_path)
-    assert code == 1
-    for row in found["rows"]:
-        if row["method"] == "static":
-            assert row["note"].startswith("CHECK FAILED: ")
-            assert row["seconds"] is row["ratio_dynamic"] is None
-
-
-def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(translators, "compile_decoding", refuse)
     monkeypatch.setattr(translation, "available_bytes", lambda: 3 * SHAPE.bytes_of_keys_and_values(2, 20))
-    _, found = run("translate", tmp_path)
+    code, found = run("translate", tmp_path)
+    assert code == 0
     for row in found["rows"]:
+        compiled = row["method"] in ("mlp_compiled", "mlp_int8")
+        assert (row["note"] == "skipped: not compiled: no C++ compiler was found") == compiled
         skipped = row["note"].startswith("skipped: keys and values take")
         assert skipped == (row["method"] in translators.EXACT and row["tokens"] == 30)
 

@@ -158,7 +158,7 @@ def test_benchmarks_of_absurd_sizes_are_refused_at_once(name, monkeypatch, capsy
         ("decode --heads 1000000", "1000000 heads"),
         ("decode --slots 1000000", "1000000 slots"),
         ("decode --batch 1000000", "a batch of 1000000"),
-        ("translate --layers 1000000", "5 models of 1000000 layers and width 512 would take"),
+        ("translate --layers 1000000", "7 models of 1000000 layers and width 512 would take"),
         ("translate --batch 1000000", "a batch of 1000000 sources of 4096 tokens would take"),
         ("translate --width 100 --heads 3", "--heads 3 must divide --width 100"),
         ("translate --words 7", "at least 8 are needed"),

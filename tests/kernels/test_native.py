@@ -169,6 +169,28 @@ def test_a_step_is_that_of_the_loop(sizes, width):
         assert error(ours.double(), theirs.double()) <= 1e-5
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("gate", ["", "head", "slot"])
+def test_a_step_in_place_is_the_same_step(gate, width):
+    tensors = inputs(g=2)
+    q, k, v, logits = (x[:, :, :1].contiguous() for x in tensors)
+    keep = {"": None, "head": logits[..., :1].contiguous(), "slot": logits.neg()}[gate]
+    keep = None if keep is None else torch.nn.functional.logsigmoid(keep)
+    with torch.no_grad(), vector_width(width):
+        _, (memory, log_total) = mlp_attention(*(x[:, :, 1:] for x in tensors))
+        given = (*memory, log_total)
+        beside = mean_step(q, k, v, logits, keep, memory, log_total, Reading())
+        in_place = mean_step(q, k, v, logits, keep, memory, log_total, Reading(), in_place=True)
+    flat = lambda answer: (answer[0], *answer[1], answer[2])  # noqa: E731
+    assert all(torch.equal(a, b) for a, b in zip(flat(beside), flat(in_place), strict=True))
+    assert all(a is b for a, b in zip(flat(in_place)[1:], given, strict=True))
+    # While gradients are recorded, an earlier call may have kept the state for its own.
+    before = [x.clone() for x in given]
+    after = mlp_attention(q, k, v, logits, (memory, log_total), in_place=True)[1]
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    assert after[0].k is not memory.k
+
+
 def test_a_step_leaves_to_the_general_way_what_is_not_ordinary():
     q, k, v, logits = (x[:, :, :1].contiguous() for x in inputs(g=2))
     _, (memory, log_total) = mlp_attention(q, k, v, logits)
