@@ -11,6 +11,7 @@ scored); the others read each text as one stream. What is measured goes into per
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import lzma
 import sys
@@ -25,12 +26,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from abc_attn.bench.models import load_original, smollm2
+from abc_attn.controls import make_control
 from abc_attn.evaluation import perplexity, token_nll
 from abc_attn.files import whole_file, write_whole
 from abc_attn.hf import convert
 from abc_attn.paths import json_object
 from abc_attn.provenance import commit, cpu, now
 from abc_attn.training.checkpoints import all_checkpoints
+from abc_attn.training.distilling import WEIGHTS
 from abc_attn.training.trainer import read_metrics
 
 LONGEST = 8192  # tokens that SmolLM2 was trained to read
@@ -52,14 +55,11 @@ def texts(data: Path, book: int, wiki: int) -> dict[str, Tensor]:
     }
 
 
-def learned_model(folder: Path) -> PreTrainedModel:
-    """SmolLM2 with the control of a run of abc-attn distill."""
+def learned_model(folder: Path, original: PreTrainedModel) -> PreTrainedModel:
+    """The model with the control of a run of abc-attn distill."""
     how = json_object(folder / "run.json")["distillation"]
-    weights = [
-        *folder.glob("controls.safetensors"),
-        *(path / "controls.safetensors" for path in all_checkpoints(folder)),
-    ]
-    model: Any = convert(load_original(None), how["control"], tie_control=False, **how["options"])
+    weights = [*folder.glob(WEIGHTS), *(path / WEIGHTS for path in all_checkpoints(folder))]
+    model: Any = convert(original, how["control"], tie_control=False, **how["options"])
     model.controls.load_state_dict(load_file(weights[-1]))
     return model
 
@@ -91,23 +91,23 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.learned
     draw_curve(folder)
-    first = learned_model(folder)
-    rows = first.attentions()[0].control.rows  # type: ignore[operator]
-    window = f"global:4+window:{rows - 4}"
+    control = json_object(folder / "run.json")["distillation"]["control"]
+    sizes: dict[str, Any] = {"embed_dim": 2, "num_heads": 1, "head_dim": 2, "causal": True}
+    window = f"global:4+window:{make_control(control, **sizes).rows - 4}"
+    source = load_original(None)
     models = {
-        json_object(folder / "run.json")["distillation"]["control"]: lambda: learned_model(folder),
-        window: lambda: convert(load_original(None), window, positions="slot"),
-        f"{window}, absolute positions": lambda: convert(load_original(None), window),
-        "exact": lambda: load_original(None),
+        control: lambda original: learned_model(folder, original),
+        window: lambda original: convert(original, window, positions="slot"),
+        f"{window}, absolute positions": lambda original: convert(original, window),
+        "exact": lambda original: original,
     }
-    del first
     file = folder / "perplexity.json"
     found: dict[str, Any] = json_object(file) if file.is_file() else {}
     for name, ids in texts(arguments.data, arguments.book_tokens, arguments.wiki_tokens).items():
-        for kind, load in models.items():
+        for kind, made_from in models.items():
             if kind in found.setdefault(name, {}):
                 continue
-            model, started = load(), time.perf_counter()
+            model, started = made_from(copy.deepcopy(source)), time.perf_counter()
             options = {"window": LONGEST, "context": LONGEST * 3 // 4} if kind == "exact" else {}
             nll = token_nll(model, ids, **options)
             about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "commit": commit(), "cpu": cpu()}

@@ -17,11 +17,10 @@ from abc_attn.core import Write, full_precision
 
 @register_control("keep")
 class Keep(Control):
-    """Token t enters whole, with priority t + life_t, in the place of the lowest priority; life_t = longest
-    sigmoid(w x_t + b).
+    """A window whose tokens may stay longer: each enters in the place of the lowest priority, its position + life_t.
 
-    A window whose tokens may stay longer: it starts as one, for at first all lives are equal. No token stays longer
-    than `longest` and the window. Which tokens stay is not differentiable: the weights learn by attention transfer
+    life_t = longest sigmoid(w x_t + b). At first all lives are equal, and it is a window. No token stays longer than
+    `longest` and the window together. Which tokens stay is not differentiable: the weights learn by attention transfer
     (`chosen`, abc-attn distill). Not in the paper.
     """
 
