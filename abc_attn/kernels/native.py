@@ -7,8 +7,6 @@ core.prepare. Everything else is declined.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from abc_attn.core import Memory, Reading, Write, has_values, query_scale, transformed
 from abc_attn.kernels.banded import Stretch, Token
 from abc_attn.kernels.door import Declined
+from abc_attn.kernels.library import load, widths_of
 
 _SIZES = (
     *("rows", "g", "t", "n", "d", "e", "queries", "decay_width"),
@@ -65,38 +64,7 @@ _Band = _struct(
 )
 
 
-def _load() -> ctypes.CDLL | str:
-    """The compiled kernels, or why they cannot be used."""
-    wanted = os.environ.get("ABC_ATTN_BACKEND") or "auto"
-    if wanted not in ("auto", "torch"):
-        raise ValueError(f"ABC_ATTN_BACKEND must be 'torch' (without the compiled kernels) or 'auto', got {wanted!r}")
-    if wanted == "torch":
-        return "ABC_ATTN_BACKEND=torch"
-    spec = importlib.util.find_spec("abc_attn.kernels._native")
-    if spec is None or spec.origin is None:
-        return "the native kernels were not compiled when abc-attn was installed (no C++ compiler?)"
-    try:
-        found = ctypes.CDLL(spec.origin)
-    except OSError as error:
-        return f"the native kernels could not be loaded: {error}"
-    found.abc_kind.restype = found.abc_kind_at.restype = ctypes.c_char_p
-    wanted = os.environ.get("ABC_ATTN_SIMD") or ""
-    if wanted and found.abc_use(wanted.encode()):
-        has = ", ".join(map(repr, _widths(found)))
-        raise ValueError(f"ABC_ATTN_SIMD must be a vector width that this machine has, one of {has}, got {wanted!r}")
-    found.abc_checkpoint_floats.restype = ctypes.c_int64
-    found.abc_rotate.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_void_p] * 4
-    return found
-
-
-def _widths(library: ctypes.CDLL) -> list[str]:
-    found: list[str] = []
-    while (name := library.abc_kind_at(len(found))) is not None:
-        found.append(name.decode())
-    return found
-
-
-LIBRARY = _load()
+LIBRARY = load()
 _AVAILABLE = not isinstance(LIBRARY, str)
 
 # Made once: a decoding step may be declined at every layer.
@@ -119,7 +87,7 @@ def describe() -> str:
 
 def widths() -> list[str]:
     """The vector widths that the kernels have on this machine, widest first; the first is the default."""
-    return [] if unavailable() else _widths(_library())
+    return [] if unavailable() else widths_of(_library())
 
 
 def width() -> str:

@@ -14,7 +14,8 @@ from contract import WIDTHS, error, gradient_error, vector_width
 from abc_attn import BoundedAttention, Memory, Write, mlp_attention, scan
 from abc_attn.core import Reading
 from abc_attn.kernels.door import Declined
-from abc_attn.kernels.native import LIBRARY, _forward, _load, _shards, mean_step, rotate
+from abc_attn.kernels.library import load
+from abc_attn.kernels.native import LIBRARY, _forward, _shards, mean_step, rotate
 
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
 
@@ -261,11 +262,11 @@ def test_the_environment_chooses_the_vector_width(monkeypatch):
     with vector_width(WIDTHS[0]):  # which is put back after this test
         for width in WIDTHS:
             monkeypatch.setenv("ABC_ATTN_SIMD", width)
-            assert _load().abc_kind().decode() == width
+            assert load().abc_kind().decode() == width
         for wrong in ("avx1024", "AVX2"):
             monkeypatch.setenv("ABC_ATTN_SIMD", wrong)
             with pytest.raises(ValueError, match=f"ABC_ATTN_SIMD.*{', '.join(map(repr, WIDTHS))}.*{wrong}"):
-                _load()
+                load()
 
 
 def test_several_python_threads_at_once():
