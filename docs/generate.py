@@ -273,8 +273,8 @@ def by_length(rows: list[dict[str, Any]], field: str, text: Callable[[float], st
     lengths = values(rows, "tokens")
     lines = []
     for title in values(rows, "title"):
-        found = [find(rows, title=title, tokens=t)[field] for t in lengths]
-        lines.append([title, *("" if value is None else text(value) for value in found)])
+        found = {row["tokens"]: row[field] for row in rows if row["title"] == title and row[field] is not None}
+        lines.append([title, *(text(found[t]) if t in found else "" for t in lengths)])
     return markdown(["", *(f"{t:,}" for t in lengths)], lines)
 
 

@@ -99,7 +99,8 @@ def encode_model(
                 "width": width // heads,
             }
             works = [Work(one.title, tokens=length, slots=one.slots, causal=False, **size) for one in contenders]
-            rows += _measure(dict(zip(works, contenders, strict=True)), errors, repetitions, progress)
+            skip = {} if length == lengths[0] else {"eager": "skipped: it is measured at the shortest length"}
+            rows += _measure(dict(zip(works, contenders, strict=True)), errors, skip, repetitions, progress)
             give_back_memory()
     compare_rows(rows, EXACT)
     return [*rows], _compare(rows)
@@ -145,10 +146,11 @@ def _saved(folders: Sequence[Path], longest: int) -> list[Contender]:
 def _measure(
     works: Mapping[Work, Contender],
     errors: Mapping[str, float],
+    skip: Mapping[str, str],
     repetitions: int,
     report: Callable[[str], None],
 ) -> list[EncoderRow]:
-    """The rows of one size: memory, then times in turn."""
+    """The rows of one size: memory, then times in turn. `skip` says of some methods why they are not measured."""
     from abc_attn.bench import encoders
 
     rows, runs = {}, {}
@@ -156,7 +158,9 @@ def _measure(
         rows[work] = row = EncoderRow.of(work)
         row.method, row.title = one.method, one.title
         scores = 2 * FLOAT * work.batch * work.heads * work.tokens**2 if one.method == "eager" else 0
-        if scores > available_bytes():
+        if one.method in skip:
+            row.note = skip[one.method]
+        elif scores > available_bytes():
             row.note = f"skipped: its scores take {in_words(scores)}, and {in_words(available_bytes())} may be used"
         elif one.title not in errors or row.passes(errors[one.title]):
             row.peak_bytes = peak_of_process(encoders.ready, one.source, one.method, one.slots, work.batch, work.tokens)

@@ -33,7 +33,7 @@ from abc_attn.progress import Progress
 if TYPE_CHECKING:
     from abc_attn.bench.translators import Decoder, Shape, Text
 
-BUDGET = 8.0  # seconds for each method and length: once spent, only the minimum of repetitions is still made
+BUDGET = 4.0  # seconds for each method and length: once spent, only the minimum of repetitions is still made
 WHOLE = 64  # tokens: targets up to this length are also decoded from start to end, to see that the estimate holds
 SCORED = 32  # words over which CTranslate2's log p are compared with ours
 

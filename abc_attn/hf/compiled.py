@@ -68,9 +68,11 @@ def compile_decoding(model: PreTrainedModel, rows: int | None = None) -> None:
     """
     check_compilable(model)
     steps = _STEPS.setdefault(model, {})
-    for step in steps.values():
-        if step is not None:
-            step.bind(model)  # its weights may have been moved since
+    for kind, step in [*steps.items()]:  # its weights may have been moved since, or have another dtype
+        if step is not None and step.key != _key(model, kind):
+            del steps[kind]
+        elif step is not None:
+            step.bind(model)
     kind = ONE if rows == 1 else MANY
     if rows is not None and steps.get(kind) is None:
         steps[kind] = _Step(model, kind)
@@ -113,8 +115,10 @@ _STEPS: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDi
 
 def run_compiled(model: PreTrainedModel, arguments: Sequence[Any], given: dict[str, Any]) -> Any:
     """The output of a call that is a step of decoding; None if it is not, or not of a compiled model."""
+    if torch.compiler.is_compiling():  # by torch.compile, or by `trace`
+        return None
     steps = _STEPS.get(model)
-    if steps is None or arguments or torch.is_grad_enabled() or model.training or torch.compiler.is_compiling():
+    if steps is None or arguments or torch.is_grad_enabled() or model.training:
         return None
     ids = given.get("decoder_input_ids" if model.config.is_encoder_decoder else "input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not len(ids):
@@ -124,9 +128,9 @@ def run_compiled(model: PreTrainedModel, arguments: Sequence[Any], given: dict[s
     cache = given.get("past_key_values")
     layers = _filled_layers(model, cache)
     mask = given.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    if layers is None or (
-        mask is not None and not (mask.dim() == 2 and bool(mask[:, -1].all()))
-    ):  # padding is read now
+    if layers is None or given.get("return_dict") is False or given.get("use_cache") is False:
+        return None
+    if mask is not None and not (mask.dim() == 2 and bool(mask[:, -1].all())):  # padding is read now
         return None
     kind = ONE if len(ids) == 1 else MANY
     if kind not in steps:
@@ -273,7 +277,7 @@ class _Step:
     """A compiled graph, with the weights of one model."""
 
     def __init__(self, model: PreTrainedModel, kind: int) -> None:
-        self.attentions = _causal(model)
+        self.attentions, self.key = _causal(model), _key(model, kind)
         self.first = _first_position(model)
         try:
             with warnings.catch_warnings():
