@@ -268,8 +268,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | Declined:
 def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
     """A token replaces a row of the memory, in place, and all rows in use are read."""
     q, k, v, memory, row = token.q, token.k, token.v, token.memory, token.place.row
-    batch, heads, n, d = memory.k.shape
-    e = memory.v.shape[3]
+    (batch, heads, n, d), e = memory.k.shape, memory.v.shape[3]
     if not token.in_place or token.key_padding_mask is not None or token.band.dilation > 1:
         return Declined("it replaces a token of the memory in place, without padding or dilation")
     if token.reading.dropout:
