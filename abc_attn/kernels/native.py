@@ -239,8 +239,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | Declined:
 def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
     """A token replaces a row of the memory, in place, and all rows in use are read."""
     q, k, v, memory, row = token.q, token.k, token.v, token.memory, token.place.row
-    batch, heads, n, d = memory.k.shape
-    e = memory.v.shape[3]
+    (batch, heads, n, d), e = memory.k.shape, memory.v.shape[3]
     if not token.in_place or token.key_padding_mask is not None or token.band.dilation > 1:
         return Declined("it replaces a token of the memory in place, without padding or dilation")
     if token.reading.dropout:
@@ -256,15 +255,13 @@ def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
         return _SHAPES
     if not (memory.k.is_contiguous() and memory.v.is_contiguous()):
         return Declined("the memory must be contiguous to be written in place")
-    used = None
-    if not token.place.full:
-        used = memory.used
-        if used.shape != (batch, heads, n) or memory.mass.shape != used.shape or not used.is_contiguous():
-            return _SHAPES
-        used.scatter_(2, row[..., 0].expand(-1, heads, -1), True)
-        memory.mass.scatter_(2, row[..., 0].expand(-1, heads, -1), 1.0)
-    per_slot = batch * heads // row.numel()  # heads that share a slot
-    sizes = (batch * heads, per_slot, q.shape[1] // heads, n, d, e, token.band.sinks, torch.get_num_threads())
+    used = None if token.place.full else memory.used
+    if used is not None and not used.shape == memory.mass.shape == (batch, heads, n):
+        return _SHAPES
+    for part in () if used is None else (used, memory.mass):
+        part.scatter_(2, row[..., 0].expand(-1, heads, -1), 1)
+    rows, threads = batch * heads, torch.get_num_threads()
+    sizes = (rows, rows // row.numel(), q.shape[1] // heads, n, d, e, token.band.sinks, threads)
     out = v.new_empty(*q.shape[:3], e)
     # A copy must live until the call is over, so all are kept here.
     given = [None if x is None else x.contiguous() for x in (q, token.to_sinks, k, v, row, used)]
@@ -279,17 +276,14 @@ def band(stretch: Stretch) -> Tensor | Declined:
     batch, heads, _, d = k.shape
     e, t = v.shape[3], q.shape[2]
     given = (q, to_sinks, sink_k, sink_v, k, v)
-    if band.dilation > 1 or not has_values(k):
-        return Declined("it has no dilated bands, and none in a traced graph")
-    if bool((before < 0).any()):
-        return Declined("it takes counts below 0 for 0: no query comes before the first token")
+    if band.dilation > 1 or not has_values(k) or bool((before < 0).any()):
+        return Declined("it has no dilated bands, none in a traced graph, and no queries before the first token")
     if reading.dropout:
         return _NO_DROPOUT
     if d % 16 or e % 16:
         return _WIDTH
     if declined := _not_for(*given):
         return declined
-    # What does not fit is left to torch, which says so: a state may come from a file.
     held, of_query = sink_k.shape[2], (batch, q.shape[1], t, d)
     shapes = (q.shape, to_sinks is None or to_sinks.shape, v.shape[:3], sink_k.shape, sink_v.shape, q.shape[1] % heads)
     fitting = (of_query, to_sinks is None or of_query, k.shape[:3], (batch, heads, held, d), (batch, heads, held, e), 0)
@@ -301,7 +295,6 @@ def band(stretch: Stretch) -> Tensor | Declined:
         return Declined("attention over a band has no gradients there")
     sizes = (batch * heads, heads, q.shape[1] // heads, t, stretch.lead, band.window, held, d, e)
     out = v.new_empty(*q.shape[:3], e)
-    # A copy must live until the call is over, so all are kept here.
     kept = [None if x is None else x.contiguous() for x in (*given, missing, before)]
     pointers = [None if x is None else x.data_ptr() for x in (*kept, out)]
     scale, threads = query_scale(q, reading.scale), torch.get_num_threads()
