@@ -106,7 +106,7 @@ class Stream:
                 return None
             ids = torch.tensor([self.pending[:CHUNK]], device=self.model.device)
             given: Any = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-            logits = self.model(input_ids=ids, **given).logits[:, -1].float()
+            logits = self.model(ids, **given).logits[:, -1].float()
             self.read += ids.shape[1]
             del self.pending[:CHUNK]
         return logits

@@ -170,7 +170,7 @@ def test_the_command_chat(folder, tmp_path, monkeypatch, capsys):
     assert [line.removeprefix("abc-attn: error: ") for line in told] == [
         "/save needs the name of a file",
         "nothing has been said yet: there is no state to save",
-        "no state at nowhere: /save FILE or --save-state FILE writes one",
+        "no state at nowhere: --save-state FILE, or /save FILE in a chat, writes one",
         "no command '/what': /help lists them",
     ]
 
