@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +40,6 @@ CHECKED_TOKENS = 32768  # longer sequences are checked at this length: the fp64 
 LONGEST_CALL = 15.0  # seconds: `scaling` leaves out a baseline at lengths where one call is expected to take longer
 PREFILL = 1024  # tokens at a time
 ALONE = 600  # repetitions of a step at every context, without the baselines (a minute); medians of 150 vary by 6 %
-
-MINUTES = {"translate": 12, "encode-model": 12}  # of the default sizes, on two idle cores
 
 Outcome = tuple[list[Row], Mapping[str, float | str]]
 
@@ -289,8 +286,6 @@ def run_bench(name: str, options: dict[str, Any], output: Path | None) -> bool:
     """Run one benchmark with its options, print the table, write files into `output`; False if a check failed."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
-    if name in MINUTES:
-        print(f"bench {name}: about {MINUTES[name]} minutes at its default sizes on two idle cores", file=sys.stderr)
     keep_freed_memory()
     facts, started = facts_of(name, options, output), time.monotonic()
     once = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ def encode_model(
         config = contenders[0].model.config
         width, heads = config.hidden_size, config.num_attention_heads
         _check_batch(lengths, batch, width)
+    print("bench encode-model: about 12 minutes at its default sizes on two idle cores", file=sys.stderr)
     rows: list[EncoderRow] = []
     steps = len(contenders) * (1 + 2 * len(lengths))
     with Progress("bench encode-model", steps) as progress:

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -126,6 +127,7 @@ def translate(
     lengths = sorted(lengths)
     shape = translators.Shape(layers, width, heads, 4 * width, words, max(lengths) + 1)
     _check_sizes(shape, lengths, batch, tokens)
+    print("bench translate: about 12 minutes at its default sizes on two idle cores", file=sys.stderr)
     rows: list[TranslationRow] = []
     whole: list[float] = []
     with (
