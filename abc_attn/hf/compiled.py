@@ -119,7 +119,7 @@ def run_compiled(model: PreTrainedModel, arguments: Sequence[Any], given: dict[s
         return None
     steps = _STEPS.get(model)
     if len(arguments) == 1 and not model.config.is_encoder_decoder and "input_ids" not in given:  # model(ids, ...)
-        arguments, given = (), given | {"input_ids": arguments[0]}
+        given, arguments = given | {"input_ids": arguments[0]}, ()
     if steps is None or arguments or torch.is_grad_enabled() or model.training:
         return None
     ids = given.get("decoder_input_ids" if model.config.is_encoder_decoder else "input_ids")
