@@ -44,11 +44,16 @@ UPWARD = {
 TRANSFORMERS = {"hf", "models", "data", "tasks", "training", "evaluation", "report", "bench", "commands"}
 # Imported by `abc-attn --help`, or before a mistake is reported: neither torch nor transformers at their top.
 LIGHT = {"files", "paths", "plugins", "progress", "provenance", "recipes", "tasks", "commands", "cli"}
-WHOLE_MODELS = {"models.py", "needles.py", "recall.py"}  # of bench: imported by the benchmarks of whole models alone
 # Where the benchmark `recall` is named, which is not the task of that name.
 BENCH_RECALL = {"cli.py", "commands/bench.py", "bench/recall.py"}
 
-WHOLE_MODELS = {"models.py", "translators.py", "encoders.py"}  # of the benchmarks, imported when one needs them
+WHOLE_MODELS = {
+    "models.py",
+    "translators.py",
+    "encoders.py",
+    "needles.py",
+    "recall.py",
+}  # of the benchmarks, imported when one needs them
 
 LONGEST = 600  # lines
 # file -> why it may be longer.

@@ -41,6 +41,7 @@ class Control(nn.Module):
     packs: bool = False  # starts from the memory of the layer below (`below=`), and offers its own as state.packed
     packed_width: int = 0  # ... which is so wide
     composable: bool = True
+    learns_by_transfer: bool = False  # its weights have no gradient in ordinary training: abc-attn distill
     holds_tokens: bool = False  # keeps single tokens for good ...
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
     sees_memory: bool = False  # `forward` takes the memory before the call as well

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from abc_attn.checks import check_count
 from abc_attn.controls.base import Control, InnerState, at_least, register_control, whole
-from abc_attn.core import Keep, Memory, Table, Write, full_precision
+from abc_attn.core import Keep, Memory, Table, Write, full_precision, has_values
 
 PIECE = 512  # tokens that are decided about at once: scores of all against all decisions would grow with the square
 _NEVER = torch.iinfo(torch.int64).min
@@ -106,13 +106,13 @@ class Keeping(Control):
         rows, size, new = self.rows, self.block, k.shape[2]
         first_block = before // size  # b
         blocks = (new + size - 2) // size + 1
-        if not torch.compiler.is_compiling():
+        if has_values(k):
             blocks = max(1, int(((end - 1) // size - first_block).max()) + 1)
         keys = torch.cat([stored, k], dim=2)
         source = torch.arange(rows, device=k.device).expand(place.shape)
         starts = (first_block[:, None] + torch.arange(blocks, device=k.device)) * size  # b c
         decides = (starts >= before[:, None]) & (starts < end[:, None]) & (starts > 0)
-        any_decides = decides.any(0).tolist() if not torch.compiler.is_compiling() else [True] * blocks
+        any_decides = decides.any(0).tolist() if has_values(k) else [True] * blocks
         left = starts[:, :1] - self.window - size  # b 1   the first place that may leave the window
         line = self._line(place, source, before, left[:, 0], self.window + (blocks + 1) * size, new - 1)
         worth: Tensor | None = None

@@ -26,6 +26,7 @@ class Keep(Control):
 
     mask_empty = True
     skips_held = True
+    learns_by_transfer = True
 
     def __init__(self, slots: int, *, longest: float = 4096.0, **sizes: Any) -> None:
         super().__init__(slots, **sizes)
@@ -84,7 +85,8 @@ class Keep(Control):
         near = ((priority.detach()[:, :, None] - bar) * per_life).float()
         slope = torch.where(earlier & (bar >= 0), near.sigmoid() * near.neg().sigmoid(), 0) * per_life.float()
         move = (priority - priority.detach()).float()[:, :, None]  # 0, with a gradient
-        rise = (slope * move).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True).clamp(min=1e-30)
+        near_bar = slope.sum(-1, keepdim=True)
+        rise = (slope * move).sum(-1, keepdim=True) / torch.where(near_bar > 0, near_bar, 1)
         return kept + slope * (move - rise)
 
 

@@ -59,7 +59,10 @@ def band_step(token: Token) -> tuple[Tensor, Memory]:
     if place.full:
         memory = Memory(k, v, memory.mass, used)
     else:
-        used = band.in_use(place.end)[:, None].expand(-1, k.shape[1], -1).contiguous()
+        if torch.compiler.is_compiling():  # a graph writes keys and values in place; which rows are in use it counts
+            used = band.in_use(place.end)[:, None].expand(-1, k.shape[1], -1).contiguous()
+        else:  # any row may be written, not only the next of a ring
+            used = put(used[..., None], used.new_ones(*k.shape[:2], 1, 1))[..., 0]
         memory = Memory(k, v, used.to(k.dtype), used)
     if band.dilation > 1:
         queue = place.before[:, None] % band.dilation * band.window + torch.arange(band.window, device=k.device)

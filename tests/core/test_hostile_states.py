@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from abc_attn import BoundedAttention, State
 from abc_attn.core import Band, Reading
 from abc_attn.kernels import banded, blocks, native
+from abc_attn.kernels.door import Declined
 from fuzz import states as fuzz_states
 
 WIDTH, HEADS = 32, 2  # heads of 16 channels: the compiled kernels take them
@@ -129,7 +130,7 @@ def test_rows_outside_a_ring_are_refused():
     for row, refused in ((3, False), (4, True), (-1, True), (2**62, True)):
         at, out = torch.tensor([row]), torch.empty(1, 1, 1, 16)
         sizes, held = (1, 1, 1, 4, 16, 16, 0, 1), (memory.clone(), memory.clone())
-        pointers = [None if x is None else x.data_ptr() for x in (token, None, token, token, at, *held, out)]
+        pointers = [None if x is None else x.data_ptr() for x in (token, None, token, token, at, None, *held, out)]
         found = native._library().abc_ring(ctypes.byref(native._Ring(*sizes, 1.0, *pointers)))
         assert (found != 0) is refused
         if refused:
@@ -140,12 +141,15 @@ def test_rows_outside_a_ring_are_refused():
 @pytest.mark.skipif(bool(native.unavailable()), reason="no native kernels")
 @pytest.mark.parametrize("count", [-(2**63), -(10**12), -1, 2**63 - 1])
 @pytest.mark.parametrize("missing", [-(2**63), 2**63 - 1, 0])
-def test_counts_of_a_band_are_taken_as_the_nearest_possible(count, missing):
+def test_counts_of_a_band_are_declined_or_taken_as_the_nearest_possible(count, missing):
     q, sinks = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 2, 16)
     k = torch.randn(1, 1, 7, 16)
     numbers = (torch.tensor([missing]), torch.tensor([count]))
     stretch = banded.Stretch(q, None, sinks, sinks, k, k, *numbers, Band(2, 4), Reading())
     found = native.band(stretch)
+    if count < 0:  # queries before the first token: torch's
+        assert isinstance(found, Declined)
+        return
     nearest = (torch.tensor([min(max(missing, 0), 7)]), torch.tensor([min(max(count, 0), 2)]))
     if missing <= 0:  # else there is nothing but sinks to read
         assert (found - blocks.band(stretch._replace(missing=nearest[0], before=nearest[1]))).abs().max() < 1e-5

@@ -312,6 +312,18 @@ WHOLE_NUMBERS = (  # positions, indices, counts: nothing that is learned or read
     "(end - 1).clamp(min=0)",
     "(entered - begin[:, None] + lead).clamp(0, k.shape[2] - 1)",
     "(sink - count[:, None]).clamp(0, k.shape[2] - 1)",
+    "count + tokens.clamp(max=start",
+    "(place // self.block - (before // self.block)[:, None]).clamp(max=table.source.shape[2] - 1)",
+    "torch.maximum(start, before[:, None, None]).clamp(min=0)",
+    "(end.clamp(min=0), place, *others)",
+    "self.rows + new.clamp(max=last)",
+    "((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)",
+    "local.clamp(max=self.slots)[:, None]",
+    "return score.nan_to_num(0, 2.0**18, -(2.0**18)).clamp(-(2.0**18), 2.0**18).round().long()",  # an order of tokens
+    "(end - sinks).clamp(min=0)",
+    "(most + window - start).clamp(min=0)",
+    "(torch.arange(length, device=x.device) - by[:, None]).clamp(0, t - 1)",
+    "table.line[..., size:].clamp(max=all_k.shape[2] - 1)",
 )
 
 

@@ -133,9 +133,15 @@ def test_saved_and_loaded_and_every_parameter_is_trained(cls, control, slots, op
     assert torch.equal(outputs(loaded, given), outputs(model, given))
     labels = given.get("decoder_input_ids", given["input_ids"])
     loaded.train()(**given, labels=labels).loss.backward()
-    for name, parameter in loaded.controls.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
+    check_gradients(loaded, control)
+
+
+def check_gradients(model, control):
+    """Every weight of the control has learned something, unless it learns by attention transfer alone."""
+    by_transfer = control in CONTROLS and CONTROLS[control].learns_by_transfer
+    for name, parameter in model.controls.named_parameters():
+        assert (parameter.grad is None) is by_transfer, name
+        assert by_transfer or parameter.grad.abs().max() > 0, name
 
 
 # Encoders: all that is learned or fixed, causal or not, and compositions.
@@ -162,6 +168,4 @@ def test_an_encoder_of_every_control(cls, control, slots, options, tmp_path):
     assert not any(report.values())
     assert torch.equal(outputs(loaded, given), outputs(model, given))
     model.train()(**given, labels=given["input_ids"]).loss.backward()
-    for name, parameter in model.controls.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
+    check_gradients(model, control)
