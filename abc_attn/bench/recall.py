@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from abc_attn.bench import needles
 from abc_attn.bench.measure import peak_of_process
-from abc_attn.bench.report import facts_of, load_average, megabytes
-from abc_attn.files import whole_file
+from abc_attn.bench.report import facts_of, load_average, megabytes, save_files
 from abc_attn.hf import convert, state_bytes
 from abc_attn.hf.sources import load_source, load_source_tokenizer
 from abc_attn.models.saved import load_model
@@ -272,23 +270,14 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def save(report: dict[str, Any], page: str, folder: Path) -> list[Path]:
-    """Write JSON, Markdown and, where matplotlib is installed, a plot; returns what was written."""
-    written = [folder / "recall.json", folder / "recall.md"]
-    for path, text in zip(written, (json.dumps(report, indent=1) + "\n", page), strict=True):
-        with whole_file(path) as temporary:
-            Path(temporary).write_text(text, encoding="utf-8")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return written
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _lines(left, [each for each in report["results"] if "right" in each], "right", "facts recalled")
-    _lines(right, [each for each in report["results"] if each.get("peak_bytes")], "peak_bytes", "peak bytes")
-    picture = folder / "recall.png"
-    with whole_file(picture) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-    return [*written, picture]
+    """Write the report's JSON, Markdown and plot; returns what was written."""
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        _lines(left, [each for each in report["results"] if "right" in each], "right", "facts recalled")
+        _lines(right, [each for each in report["results"] if each.get("peak_bytes")], "peak_bytes", "peak bytes")
+
+    return save_files(folder, "recall", report, page, draw)
 
 
 def _lines(axes: Any, results: Sequence[Result], field: str, title: str) -> None:

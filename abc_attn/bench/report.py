@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -320,15 +321,22 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def save(report: Report, folder: Path) -> list[Path]:
-    """Write JSON, Markdown and, where matplotlib is installed, a plot; returns what was written."""
-    written = [folder / f"{report.name}.json", folder / f"{report.name}.md"]
+    """Write a report's JSON, Markdown and plot; returns what was written."""
     content = {
         "benchmark": report.name,
         "provenance": report.provenance,
         "summary": dict(report.summary),
         "rows": [asdict(row) for row in report.rows],
     }
-    texts = json.dumps(content, indent=2, allow_nan=False) + "\n", markdown(report)
+    return save_files(folder, report.name, content, markdown(report), partial(draw, report))
+
+
+def save_files(
+    folder: Path, name: str, content: Mapping[str, Any], page: str, draw_on: Callable[[Any], None]
+) -> list[Path]:
+    """Write JSON, Markdown and, where matplotlib is installed, a plot; returns what was written."""
+    written = [folder / f"{name}.json", folder / f"{name}.md"]
+    texts = json.dumps(content, indent=2, allow_nan=False) + "\n", page
     for path, text in zip(written, texts, strict=True):
         with whole_file(path) as temporary:
             Path(temporary).write_text(text, encoding="utf-8")
@@ -337,8 +345,8 @@ def save(report: Report, folder: Path) -> list[Path]:
     except ImportError:
         return written
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    draw(report, figure)
-    picture = folder / f"{report.name}.png"
+    draw_on(figure)
+    picture = folder / f"{name}.png"
     with whole_file(picture) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return [*written, picture]

@@ -1,5 +1,6 @@
 """The HTML page of all results: whole in itself, and with every figure of the results."""
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -53,3 +54,13 @@ def test_a_page_of_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no results in"):
         write_report(tmp_path, tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_figure_beyond_floating_point_is_shown_as_such(tmp_path):
+    text = (RESULTS / "table1a" / "runs.jsonl").read_text(encoding="utf-8")
+    run = json.loads(text.splitlines()[0])
+    run["scores"]["test/480"] = "inf"
+    (tmp_path / "table1a").mkdir()
+    (tmp_path / "table1a" / "runs.jsonl").write_text(json.dumps(run) + "\n", encoding="utf-8")
+    write_report(tmp_path, tmp_path / "report.html")
+    assert "inf" in Page((tmp_path / "report.html").read_text(encoding="utf-8")).cells
