@@ -27,7 +27,7 @@ def command(words: str, options: Mapping[str, Any]) -> str:
     line = ["abc-attn", *words.split()]
     for option, value in options.items():
         if value is not None:
-            line += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+            line += [f"--{option.replace('_', '-')}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return shlex.join(line)
 
 

@@ -56,8 +56,8 @@ def run_recall(source: Source, book: str, options: dict[str, Any], output: Path 
     """Run the benchmark, print its tables, write files into `output`."""
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
-    started, said = time.monotonic(), options | {"model": str(source)}
-    facts = facts_of("recall", said, output)
+    started = time.monotonic()
+    facts = facts_of(f"recall {source}", options, output)
     original, tokenizer = load_source(source, dtype="float32"), load_source_tokenizer(source)
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer, and texts are needed here")
