@@ -365,9 +365,13 @@ def add_evaluate(parser: Parser) -> None:
     parser.add_argument(
         "--window",
         type=whole_number(2),
-        help="read windows of this many tokens, each from an empty memory; three quarters of a window are context "
-        "(default: one stream; for a model whose memory grows or whose positions end, windows of as many tokens as it "
-        "has positions)",
+        help="read windows of this many tokens, each from an empty memory (default: one stream; for a model whose "
+        "memory grows or whose positions end, windows of as many tokens as it has positions)",
+    )
+    parser.add_argument(
+        "--scored",
+        type=whole_number(1),
+        help="the last tokens of a window, which are scored; those before them are context (default: a quarter)",
     )
     parser.add_argument(
         "--context", dest="window", type=whole_number(2), default=argparse.SUPPRESS, help=argparse.SUPPRESS

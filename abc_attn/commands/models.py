@@ -178,7 +178,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
         model, tokenizer = _load(folder)
         if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "AdaptiveLM")):
             raise CommandError(f"{folder} holds a {type(model).__name__}; perplexity needs a causal language model")
-        found = score_text(model, tokenizer, text, window=arguments.window, tokens=arguments.tokens)
+        windows = {"window": arguments.window, "scored": arguments.scored}
+        found = score_text(model, tokenizer, text, **windows, tokens=arguments.tokens)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
@@ -187,11 +188,17 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def score_text(
-    model: PreTrainedModel, tokenizer: Any, text: str, *, window: int | None = None, tokens: int | None = None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    *,
+    window: int | None = None,
+    scored: int | None = None,
+    tokens: int | None = None,
 ) -> dict[str, float]:
     """The perplexity of a text: per token, per word (as WikiText counts them, by blanks), and bits per byte.
 
-    Three quarters of a window are context. Without one the text is a stream, if the model's memory is bounded and its
+    The last `scored` tokens of a window are scored (default: a quarter). Without a window the text is a stream, if the model's memory is bounded and its
     positions do not end; else the windows are as long as it has positions, or as the paper's if it has no such number.
     A model of `abc-attn train` predicts the ends of lines as words, so they are counted too. `tokens` limits the text
     to its first so many.
@@ -212,9 +219,13 @@ def score_text(
     limit = most_tokens(model)
     if window is None and (limit is not None or not has_bounded_state(model)):
         window = limit or getattr(model.config, "max_position_embeddings", None) or PAPERS_WINDOW
+    if scored is None:
+        scored = None if window is None else max(1, window // 4)
+    elif window is None or scored > window:
+        raise ValueError(f"scored={scored} is a part of each window: give a window of at least {scored} tokens")
     words = len(text.split()) + (text.count("\n") if isinstance(model, AdaptiveLM) else 0)
     started = time.perf_counter()
-    nll = token_nll(model, ids, window=window, context=0 if window is None else window - max(1, window // 4))
+    nll = token_nll(model, ids, window=window, context=0 if window is None or scored is None else window - scored)
     if bool(nll.isnan().any()):
         raise ValueError(NOT_NUMBERS)
     return {

@@ -39,13 +39,17 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
     windows = {"window": 20, "context": 15}
     # --context was the name of --window.
-    for options, given in (([], {}), (["--window", "20"], windows), (["--context", "20"], windows)):
+    asked = [([], {}), (["--window", "20"], windows), (["--context", "20"], windows)]
+    for options, given in (*asked, (["--window", "20", "--scored", "2"], {"window": 20, "context": 18})):
         expected = perplexity(token_nll(model, ids, **given))
         assert main(["evaluate", str(bounded), "--file", text, "--json", *options]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["perplexity"] == pytest.approx(expected)
         assert found["word perplexity"] == pytest.approx(expected)
         assert found["tokens"] == 90
+    for window in ([], ["--window", "8"]):
+        assert main(["evaluate", str(bounded), "--file", text, "--scored", "9", *window]) == 2
+        assert "give a window of at least 9 tokens" in capsys.readouterr().err
     assert main(["evaluate", str(llama), "--file", text, "--tokens", "40"]) == 0
     assert "perplexity" in capsys.readouterr().out
 
