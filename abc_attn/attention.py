@@ -10,11 +10,22 @@ from torch import Tensor, nn
 from abc_attn.checks import check_count, check_number, check_padding
 from abc_attn.controls import CONTROLS, Control, make_control
 from abc_attn.controls.base import at_least
-from abc_attn.core import Memory, Reading, cast, empty_memory, full_precision, group_heads, has_values, memory_dtype
+from abc_attn.core import (
+    Memory,
+    Reading,
+    cast,
+    empty_memory,
+    full_precision,
+    group_heads,
+    has_values,
+    memory_dtype,
+    query_scale,
+)
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
-from abc_attn.kernels.door import Declined, refused
+from abc_attn.kernels.door import Declined
 from abc_attn.kernels.kept import kept_attention
+from abc_attn.kernels.sinks import widen
 from abc_attn.state import State
 
 
@@ -53,6 +64,7 @@ class MemoryAttention(nn.Module):
         band = self.control.band() if self.causal else None
         self._band = band if band is not None and band.window else None
         self._keep = self.control.keep() if self.causal else None
+        self._sinks = self.control.sinks() if self.causal else 0
 
     def attend(
         self,
@@ -69,7 +81,7 @@ class MemoryAttention(nn.Module):
     ) -> tuple[Tensor, State]:
         """Write the tokens of `source` `b s D`, whose keys and values are k and v `b h s d`; then q reads.
 
-        `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (core.Band).
+        `to_sinks` is what the first tokens are read by, if not by q, of a control that keeps them (Control.sinks).
         """
         if not k.shape[0]:
             return self._nobody(q, k, v, state, cross)
@@ -79,8 +91,6 @@ class MemoryAttention(nn.Module):
             answer = banded(q, k, v, self._band, state, self.reading, **options)
             if not isinstance(answer, Declined):
                 return answer
-            if to_sinks is not None:  # only a band has a query of its own for the sinks
-                raise refused(self.backend, answer)
         if self._keep is not None:
             options = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
             options |= {"in_place": self.in_place, "backend": self.backend}
@@ -88,14 +98,12 @@ class MemoryAttention(nn.Module):
             answer = kept_attention(q, k, v, self._keep, self.control.choose, before, self.reading, **options)
             if not isinstance(answer, Declined):
                 return answer
-            if to_sinks is not None:
-                raise refused(self.backend, answer)
         length = k.new_zeros(k.shape[0], dtype=torch.int64) if state is None else state.length
         length = length + (k.shape[2] if key_padding_mask is None else (~key_padding_mask).sum(1))
         if self.control.grows:
             out, state = self._exact(q, k, v, key_padding_mask, state, length)
         else:
-            out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below)
+            out, state = self._bounded(source, q, k, v, key_padding_mask, state, length, below, to_sinks)
         return cast(out, q.dtype), state._replace(cross=True) if cross else state
 
     def _nobody(self, q: Tensor, k: Tensor, v: Tensor, state: State | None, cross: bool) -> tuple[Tensor, State]:
@@ -135,6 +143,7 @@ class MemoryAttention(nn.Module):
         state: State | None,
         length: Tensor,
         below: Tensor | None,
+        to_sinks: Tensor | None,
     ) -> tuple[Tensor, State]:
         memory, inner = (
             (None, self.control.begin(k.shape[0], k.shape[1], k)) if state is None else (state.memory, state.inner)
@@ -159,6 +168,12 @@ class MemoryAttention(nn.Module):
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].expand(k.shape[0], -1, -1).clone()
+        if self.causal and to_sinks is not None:
+            before = torch.zeros_like(length) if state is None else state.length
+            wide = widen(q, to_sinks, k, v, memory, self._sinks, before, key_padding_mask)
+            reading = self.reading._replace(scale=query_scale(q, self.scale))  # that of q as it was
+            out, memory = scan(wide.q, wide.k, v, decided, wide.memory, **reading._asdict(), **options)
+            return out, State(wide.narrowed(memory), inner, length, self._described, readable)
         if self.causal:
             out, memory = scan(self._features(q), k, v, decided, memory, **self.reading._asdict(), **options)
             return out, State(memory, inner, length, self._described, readable)

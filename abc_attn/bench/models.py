@@ -21,7 +21,7 @@ from abc_attn.controls import make_control
 from abc_attn.hf.cache import BoundedCache, load_state, save_state
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BOUNDED, BoundedModel
-from abc_attn.hf.positions import band_for_slots
+from abc_attn.hf.positions import check_slots
 from abc_attn.memory_limit import FLOAT, check_fits
 from abc_attn.models.saved import load_model
 
@@ -59,7 +59,7 @@ def load_original(folder: Path | None) -> PreTrainedModel:
 
 def check_control(control: str) -> None:
     """Refuse a control that no model could be converted with, before one is loaded."""
-    band_for_slots(make_control(control, embed_dim=2, num_heads=1, head_dim=2, causal=True))
+    check_slots(make_control(control, embed_dim=2, num_heads=1, head_dim=2, causal=True))
 
 
 def prepare(method: str, original: PreTrainedModel, control: str) -> PreTrainedModel:

@@ -100,6 +100,11 @@ class Control(nn.Module):
         """The same of a control whose rows hold tokens that it chooses (keeping.py), and no more."""
         return None
 
+    def sinks(self) -> int:
+        """How many of the first tokens of a text it keeps as they are, in its first rows."""
+        held = self.band() or self.keep()
+        return 0 if held is None else held.sinks
+
     def choose(
         self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
     ) -> tuple[Table, tuple[Tensor, ...]]:
@@ -518,6 +523,9 @@ class Composition(Control):
             case [first, part] if first.band() == Band(sinks=first.slots) and (keep := part.keep()):
                 return keep._replace(sinks=first.slots)
         return None
+
+    def sinks(self) -> int:
+        return [*self.parts][0].sinks()  # parts that hold tokens come first
 
     def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
         return [*self.parts][-1].choose(*given)

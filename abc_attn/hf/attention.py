@@ -165,8 +165,7 @@ class ConvertedAttention(MemoryAttention):
             if position_embeddings is not None:
                 given = position_embeddings
                 rotation = given if isinstance(given, Rotation) else Rotation(Angles.of(*given))
-                held = self._band or self._keep
-                if held is None or not held.sinks:  # one of several layers, and others have sinks
+                if not self._sinks:  # one of several layers, and others have sinks
                     rotation = rotation._replace(to_sinks=None)
             q, k, v, to_sinks = self.heads(hidden_states, source, rotation)
             assert k is not None

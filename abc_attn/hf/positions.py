@@ -4,7 +4,8 @@ positions="slot" counts them inside the memory, so that a stream may go on for e
 distance t - j, and sink i (the i-th of the first g tokens, which a `global` part holds) as if the text had just filled
 the memory: the query at min(t, slots - 1), the sink at i. Scores depend on distances alone, so the window is served by
 the ordinary rotation, with angles in fp64 to stay exact at positions of millions, and the sinks by a second rotation of
-the query. Tokens that `keydiff` or `knorm` keep are seen at their true distance, like those of the window.
+the query. What other controls hold beside the sinks is seen as it was written: tokens at their true distance, as in a
+window, and means of keys that were rotated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.controls import Control
-from abc_attn.core import Band, Keep, has_values
+from abc_attn.core import has_values
 from abc_attn.kernels import rotate
 
 POSITIONS = ("absolute", "slot")
@@ -54,17 +55,15 @@ class Rotation(NamedTuple):
         return self.angles.rotate(q), self.angles.rotate(k), to_sinks
 
 
-def band_for_slots(control: Control) -> Band | Keep:
-    """The tokens that a control keeps whole, whose positions can be counted inside the memory."""
-    band, keep = control.band(), control.keep()
-    if keep is not None:
-        return keep
-    if band is None or not band.window or band.dilation > 1:
+def check_slots(control: Control) -> None:
+    """Refuse a control whose positions cannot be counted inside the memory."""
+    band = control.band()
+    window = band is not None and band.window and band.dilation == 1
+    if not (window or control.keep() or (control.sinks() and control.rows > control.sinks())):
         raise ValueError(
-            "positions='slot' is for tokens kept whole: 'window', or 'global' (the first tokens) with 'window', "
-            f"ungated, and 'keydiff' or 'knorm' beside them, not {control.title()}; use positions='absolute'"
+            "positions='slot' is for tokens kept whole: 'window', ungated, or the first tokens ('global') beside any "
+            f"other, not {control.title()}; use positions='absolute'"
         )
-    return band
 
 
 class SlotRotary(nn.Module):
@@ -81,15 +80,15 @@ class SlotRotary(nn.Module):
                 f"positions='slot' needs frequencies that do not change with the length, and this model has rope_type "
                 f"{changing[0]!r}; use positions='absolute'"
             )
-        self.rotary, self.band = rotary, band_for_slots(control)
+        check_slots(control)
+        self.rotary, self.sinks, self.slots = rotary, control.sinks(), control.rows
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotation:
-        slots = self.band.rows
-        below = has_values(position_ids) and not bool((position_ids >= slots).any())
-        if not self.band.sinks or below:
+        below = has_values(position_ids) and not bool((position_ids >= self.slots).any())
+        if not self.sinks or below:
             return Rotation(self._angles(x, position_ids, layer_type))
-        to_sinks = self._angles(x, position_ids.clamp(max=slots - 1), layer_type)
+        to_sinks = self._angles(x, position_ids.clamp(max=self.slots - 1), layer_type)
         return Rotation(self._angles(x, position_ids, layer_type), to_sinks)
 
     def _angles(self, x: Tensor, position: Tensor, layer_type: str | None) -> Angles:

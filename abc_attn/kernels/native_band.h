@@ -26,7 +26,7 @@ static float band_weights(const Band *a, float *z, int64_t sinks, int64_t seen, 
     for (int64_t j = first; j < last; j += VL) top = vmax(top, load(z + j));
     const float best = highest(top) * a->scale;
     for (int64_t j = sinks ? 0 : first; j < last; j = j + VL == sinks ? first : j + VL) {
-        vec weight = vexp(load(z + j) * a->scale - best);
+        vec weight = vexp<true>(load(z + j) * a->scale - best);
         total += weight;
         store(z + j, weight);
     }

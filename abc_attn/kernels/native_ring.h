@@ -46,7 +46,7 @@ static void ring_queries(const Ring *a, int64_t row, int64_t first, float *score
         for (int64_t j = VL; j < ld; j += VL) top = vmax(top, load(s + j));
         const vec most = splat(highest(top));
         for (int64_t j = 0; j < ld; j += VL) {
-            vec weight = vexp(load(s + j) - most);
+            vec weight = vexp<true>(load(s + j) - most);
             total += weight;
             store(s + j, weight);
         }

@@ -366,7 +366,7 @@ struct Row {
 #pragma GCC unroll 8
             for (int j = 0; j < vectors; j++) {
                 float *at = z + i * width + j * VL;
-                vec weight = vexp(load(at) - best[i]);
+                vec weight = vexp<true>(load(at) - best[i]);
                 weights += weight;
                 store(at, weight);
             }
@@ -385,7 +385,7 @@ struct Row {
         const float *scores = padded(length, n, kept, room, np, -INFINITY);
         for (int i = 0; i < length; i++) {
             const float against = lse[i] == -INFINITY ? 0 : lse[i];
-            for (int j = 0; j < np; j += VL) store(weights + i * np + j, vexp(load(scores + i * np + j) - against));
+            for (int j = 0; j < np; j += VL) store(weights + i * np + j, vexp<true>(load(scores + i * np + j) - against));
         }
         return scores;
     }

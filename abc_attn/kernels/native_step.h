@@ -94,7 +94,7 @@ static void step_row(const Args *a, int64_t row, float *scratch) {
             for (int i = n; i < np; i++) p[i] = -INFINITY;
             vec total = {};
             for (int i = 0; i < np; i += VL) {
-                vec weight = vexp(load(p + i) - (best == -INFINITY ? 0 : best));
+                vec weight = vexp<true>(load(p + i) - (best == -INFINITY ? 0 : best));
                 total += weight;
                 store(p + i, weight);
             }

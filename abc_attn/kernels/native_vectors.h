@@ -51,12 +51,15 @@ __attribute__((always_inline)) static inline float highest(vec x) {
 
 // exp with an error of about one ulp; exactly 0 below -87 and at -inf, exactly 1 at 0.
 // exp(x) = 2^k exp(f) with k = round(x / log 2): a polynomial for exp(f), scaled by 2^k.
+// NaN gives 0, as -inf - -inf of slots that are empty must; of scores (SCORES) it stays NaN: a key that is read is at fault.
+template <bool SCORES = false>
 __attribute__((always_inline)) static inline vec vexp(vec x) {
     const vec low = splat(-87.0f), magic = splat(12582912.0f);
 #if VL == 16
-    const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ);
+    const __mmask16 real = _mm512_cmp_ps_mask((__m512)x, (__m512)low, SCORES ? _CMP_NLT_UQ : _CMP_GE_OQ);
 #else
-    ivec under = x < low;
+    const vec given = x;
+    ivec under = SCORES ? x < low : ~(x >= low);
     x = vmax(x, low);
     x = x > splat(88.0f) ? splat(88.0f) : x;
 #endif
@@ -73,7 +76,8 @@ __attribute__((always_inline)) static inline vec vexp(vec x) {
     return (vec)_mm512_maskz_scalef_ps(real, (__m512)p, (__m512)k);
 #else
     ivec bits = (ivec)p + (__builtin_convertvector(k, ivec) << 23);
-    return under ? (vec){} : (vec)bits;
+    const vec found = under ? (vec){} : (vec)bits;
+    return SCORES ? (given == given ? found : given) : found;
 #endif
 }
 

@@ -66,6 +66,51 @@ def test_it_is_what_it_says_for_every_query_of_every_chunk(sinks, window, chunks
     assert (y - expected).abs().max() / expected.abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("chunks", [[24], [9, 1, 1, 1, 12], [1] * 24])
+@pytest.mark.parametrize("control", ["global:3+window:5", "global:3+keep:5", "global:3+window:2+window:3"])
+def test_every_control_beside_the_sinks_reads_them_as_a_band_does(control, chunks):
+    """`keep` starts as a window, and two windows hold what the longer one does, twice in part."""
+    torch.manual_seed(0)
+    given = source(LLAMA)
+    ids = torch.randint(3, 60, (2, 24))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0  # padded on the left: its sinks are in the first call too
+    found = {}
+    for backend in ("reference", "auto"):
+        model = convert(copy.deepcopy(given), control, positions="slot").double()
+        for attention in model.attentions():
+            attention.backend = backend
+        cache, parts, read = None, [], 0
+        with torch.no_grad():
+            for chunk in ids.split(chunks, dim=1):
+                read += chunk.shape[1]
+                answer = model(chunk, attention_mask=mask[:, :read], past_key_values=cache)
+                cache = answer.past_key_values
+                parts.append(answer.logits)
+        found[backend] = torch.cat(parts, dim=1)[mask.bool()], [layer.state.memory for layer in cache.layers]
+    (expected, states), (logits, others) = found["reference"], found["auto"]
+    assert (logits - expected).abs().max() < 1e-9
+    for memory, other in zip(states, others, strict=True):
+        assert (memory.k - other.k).abs().max() < 1e-9
+        assert torch.equal(memory.used, other.used)
+    if "keep" in control:
+        band = convert(copy.deepcopy(given), "global:3+window:5", positions="slot").double()
+        with torch.no_grad():
+            assert (band(ids, attention_mask=mask).logits[mask.bool()] - expected).abs().max() < 1e-9
+
+
+def test_infinite_keys_of_the_future_do_not_matter_to_queries_before_them():
+    attention = convert(source(LLAMA), "global:3+keep:5", positions="slot").attentions()[0]
+    x, q = torch.randn(1, 12, 32), torch.randn(1, attention.num_heads, 12, attention.head_dim)
+    k, v = torch.randn(2, 1, attention.num_kv_heads, 12, attention.head_dim)
+    with torch.no_grad():
+        expected, _ = attention.attend(x, q, k, v, to_sinks=q.flip(-1))
+        k[:, :, 2:] = torch.inf  # a sink, and all that follows
+        found, _ = attention.attend(x, q, k, v, to_sinks=q.flip(-1))
+    assert torch.equal(found[:, :, :2], expected[:, :, :2])
+    assert bool(found[:, :, 2:].isnan().all())
+
+
 def test_a_stream_of_millions_does_not_wear_out():
     """What is seen from position t depends on the tokens in the memory, not on t."""
     model = convert(source(LLAMA), "global:2+window:6", positions="slot")
@@ -118,7 +163,7 @@ def test_saved_loaded_and_beams_past_the_slots(control, tmp_path):
 
 @pytest.mark.parametrize(
     ("control", "said"),
-    [("mlp:4", "'mlp'"), ("global:2+mlp:4", "mlp:4'"), ("random:4", "'random'"), ("softmax", "'softmax'")],
+    [("mlp:4", "'mlp'"), ("global:2", "'global'"), ("random:4", "'random'"), ("softmax", "'softmax'")],
 )
 def test_it_is_for_tokens_kept_whole(control, said):
     with pytest.raises(ValueError, match="positions='slot' is for tokens kept whole") as error:

@@ -387,3 +387,21 @@ def test_the_fallback_can_be_forced():
     environment = os.environ | {"ABC_ATTN_BACKEND": "torch"}
     said = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert said.stdout.startswith("torch") and "ABC_ATTN_BACKEND" in said.stdout  # noqa: PT018
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("t", [1, 20])
+def test_a_key_that_is_no_number_is_not_passed_over(t, bad, width):
+    """Its values may be finite: then only the scores are wrong, and nothing else would show it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, t, 16)
+    k[:, :, t // 2] = bad
+    logits, log_keep = torch.randn(1, 2, t, 8), -torch.rand(1, 2, t, 8)
+    held = Write((torch.arange(t)[:, None] % 8 == torch.arange(8)).float().expand(1, 2, t, 8))
+    with vector_width(width):
+        found = [mlp_attention(q, k, v, logits, log_keep=gate, backend="native")[0] for gate in (None, log_keep)]
+        found.append(scan(q, k, v, held, mask_empty=True, backend="native")[0])
+    for out in found:
+        assert bool(out[:, :, : t // 2].isfinite().all())
+        assert bool(out[:, :, t // 2].isnan().all())
