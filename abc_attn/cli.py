@@ -132,7 +132,7 @@ def make_parser() -> Parser:
         add(
             distill,
             "put a learned memory into a language model, and train it to attend as the original does",
-            "abc-attn distill smollm2 smollm2-keep --control global:4+keep:252 --file book.txt --tokens 200000",
+            "abc-attn distill smollm2 smollm2-keep --positions slot --file book.txt --tokens 200000",
         )
     )
     add_generate(
@@ -260,13 +260,17 @@ def add_convert(parser: Parser) -> None:
         help="of linear layers and the head, a scale for each output (default: floats, as --dtype says)",
     )
     parser.add_argument("--untied", action="store_true", help="a control for each layer instead of one for all")
+    add_positions(parser)
+    add_import(parser)
+
+
+def add_positions(parser: Parser) -> None:
     parser.add_argument(
         "--positions",
         choices=("absolute", "slot"),
         default="absolute",
         help="rotary positions: counted in the text, or in the memory, for texts of any length (default: %(default)s)",
     )
-    add_import(parser)
 
 
 def add_distill(parser: Parser) -> None:
@@ -283,6 +287,7 @@ def add_distill(parser: Parser) -> None:
     parser.add_argument(
         "--file", type=Path, nargs="+", required=True, help="texts to train on: UTF-8, or JSON lines with 'text'"
     )
+    add_positions(parser)
     parser.add_argument("--tokens", type=whole_number(1), default=200_000, help="to train on (default: %(default)s)")
     parser.add_argument(
         "--segment",

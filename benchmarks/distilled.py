@@ -55,11 +55,12 @@ def texts(data: Path, book: int, wiki: int) -> dict[str, Tensor]:
     }
 
 
-def learned_model(folder: Path, original: PreTrainedModel) -> PreTrainedModel:
-    """The model with the control of a run of abc-attn distill."""
+def learned_model(folder: Path, original: PreTrainedModel, positions: str) -> PreTrainedModel:
+    """The model with the control of a run of abc-attn distill, which learnt from segments where both kinds of positions
+    are nearly the same."""
     how = json_object(folder / "run.json")["distillation"]
     weights = [*folder.glob(WEIGHTS), *(path / WEIGHTS for path in all_checkpoints(folder))]
-    model: Any = convert(original, how["control"], tie_control=False, **how["options"])
+    model: Any = convert(original, how["control"], tie_control=False, positions=positions, **how["options"])
     model.controls.load_state_dict(load_file(weights[-1]))
     return model
 
@@ -96,7 +97,8 @@ def main() -> None:
     window = f"global:4+window:{make_control(control, **sizes).rows - 4}"
     source = load_original(None)
     models = {
-        control: lambda original: learned_model(folder, original),
+        control: lambda original: learned_model(folder, original, "slot"),
+        f"{control}, absolute positions": lambda original: learned_model(folder, original, "absolute"),
         window: lambda original: convert(original, window, positions="slot"),
         f"{window}, absolute positions": lambda original: convert(original, window),
         "exact": lambda original: original,

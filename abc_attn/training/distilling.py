@@ -27,6 +27,7 @@ from abc_attn.data.text import json_object as json_line
 from abc_attn.files import FolderLock, whole_folder, write_whole
 from abc_attn.hf.convert import convert
 from abc_attn.hf.models import BoundedModel
+from abc_attn.hf.positions import check_slots
 from abc_attn.models.transfer import Comparison
 from abc_attn.paths import json_object, text_file, text_lines
 from abc_attn.progress import Progress
@@ -46,6 +47,7 @@ class Distillation:
     control: str
     options: dict[str, Any]
     tokens: int
+    positions: str = "absolute"  # of the model that is written; it learns from segments short enough for absolute ones
     segment: int = 2048  # tokens of a step, one segment
     queries: int = 128  # positions of a segment at which controls that choose tokens are compared, in each update
     updates: int = 2  # of every control, for each segment: the exact model's pass takes most of the time
@@ -63,6 +65,8 @@ class Distillation:
         tried = make_control(self.control, embed_dim=2, num_heads=1, head_dim=2, causal=True, **self.options)
         if not any(True for _ in tried.parameters()):
             raise ValueError(f"{tried.title()} has no weights to learn: abc-attn convert is all that it needs")
+        if self.positions == "slot":
+            check_slots(tried)
         if self.segment <= tried.slots:
             raise ValueError(
                 f"a segment of {self.segment} tokens fits into the {tried.slots} slots of {tried.title()}, so that "
@@ -127,7 +131,8 @@ class _Run:
         self.tokenizer, self.folder, self.how = tokenizer, folder, how
         teacher = convert(copy.deepcopy(original), "softmax")
         torch.manual_seed(how.seed)
-        self.model = convert(original, how.control, tie_control=False, **how.options).requires_grad_(False)
+        self.model = convert(original, how.control, tie_control=False, positions=how.positions, **how.options)
+        self.model.requires_grad_(False)
         self.controls: Any = self.model.controls.requires_grad_(True)
         self.comparison = Comparison(self.model, teacher, torch.bfloat16 if how.bfloat16 else None)
         self.optimizer = torch.optim.Adam(self.controls.parameters(), betas=(0.9, 0.98))
