@@ -559,6 +559,7 @@ def add_recall(kinds: Any) -> None:
     kind.add_argument(
         "--methods", nargs="+", choices=RECALL_METHODS, default=[*RECALL_METHODS], help="default: all of them"
     )
+    kind.add_argument("--learned", type=Path, help="a model that abc-attn distill made of MODEL, compared too")
     kind.add_argument("--parts", nargs="+", choices=RECALL_PARTS, default=[*RECALL_PARTS], help="default: all of them")
     kind.add_argument("--positions", choices=("absolute", "slot"), default="slot", help="default: %(default)s")
     kind.add_argument(

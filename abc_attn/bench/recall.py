@@ -23,6 +23,7 @@ from abc_attn.bench import needles
 from abc_attn.bench.measure import peak_of_process
 from abc_attn.bench.report import facts_of, load_average, megabytes, save_files
 from abc_attn.hf import convert, state_bytes
+from abc_attn.hf.models import BOUNDED
 from abc_attn.hf.sources import load_source, load_source_tokenizer
 from abc_attn.models.saved import load_model
 from abc_attn.paths import Source
@@ -31,7 +32,7 @@ from abc_attn.progress import Progress
 SINKS, BLOCK = 4, 64
 WRITTEN = 16  # tokens written after the prompt, where bytes are measured
 REPEATED = 1024  # tokens of the passage that is read again and again
-FULL, KVPRESS = "full", "kvpress keydiff"
+FULL, LEARNED, KVPRESS = "full", "learned", "kvpress keydiff"
 PARTS = ("needles", "perplexity", "bytes")
 
 Result = dict[str, Any]
@@ -67,6 +68,14 @@ def run_recall(source: Source, book: str, options: dict[str, Any], output: Path 
         raise ValueError(f"the book has {len(tokens)} tokens; {longest + 1} are needed for these lengths")
     parts, compared, results = options["parts"], controls(options["rows"]), []
     chosen = {name: compared[name] for name in compared if name in options["methods"]}
+    if options["learned"] is not None:
+        learned: Any = _learned(options["learned"])
+        compared[LEARNED] = chosen[LEARNED] = learned.config.control
+        if type(learned) is not BOUNDED.get(type(original)):
+            raise ValueError(
+                f"{options['learned']} holds a {type(learned).__name__}, not a {type(original).__name__} with bounded "
+                "attention: --learned is a model that abc-attn distill or convert made from the same source"
+            )
     if "needles" in parts or "perplexity" in parts:
         results += _quality(original, tokenizer, tokens, chosen, options)
     if "bytes" in parts:
@@ -89,7 +98,8 @@ def _quality(
     results: list[Result] = []
     with Progress("bench recall", len(chosen) * (len(texts) + len(read))) as progress:
         for name, control in chosen.items():
-            model = _converted(original, control, options["positions"])
+            learned = name == LEARNED
+            model = _learned(options[LEARNED]) if learned else _converted(original, control, options["positions"])
             for length, text in texts:
                 for depth, right in needles.recalls(model, text).items():
                     results.append(
@@ -125,6 +135,10 @@ def _converted(original: PreTrainedModel, control: str | None, positions: str) -
     return convert(copy.deepcopy(original), control, positions=positions, **options).eval()
 
 
+def _learned(folder: Path) -> PreTrainedModel:
+    return load_model(folder).float().eval()
+
+
 # The byte meter: a fresh process for each figure, in which the model has run once.
 
 
@@ -147,7 +161,8 @@ def _bytes(
                     result["note"] = f"skipped: {missing}"
                 else:
                     tokens = book[:length]
-                    given = (Path(folder), name, chosen.get(name), options["positions"], options["rows"], tokens)
+                    made = (Path(folder), chosen.get(name)) if name != LEARNED else (options[LEARNED], None)
+                    given = (made[0], name, made[1], options["positions"], options["rows"], tokens)
                     state = Path(folder) / "state-bytes"
                     result["peak_bytes"] = peak_of_process(_ready, *given, state)
                     if result["peak_bytes"] is None:

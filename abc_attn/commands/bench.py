@@ -60,6 +60,8 @@ def recall(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
         if arguments.output is not None:
             paths.writable_folder(arguments.output)
         source, book = paths.model_source(options.pop("model")), paths.text_file(arguments.file)
+        if arguments.learned is not None:
+            paths.saved_model(arguments.learned)
         with hugging_face(fetch=not source.local):
             import torch
 

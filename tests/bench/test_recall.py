@@ -69,6 +69,15 @@ def test_the_command(file, tmp_path, capsys):
     assert {each["kind"] for each in found["results"]} == {"pass key", "pairs", "book", "repeated"}
     assert found["controls"]["keydiff"] == "global:4+window:1+keydiff:69"
     assert "| keydiff | 50 % | " in capsys.readouterr().out
+    learned = tmp_path / "learned"
+    assert main(["convert", str(file), str(learned), "--control", "global:4+keep:134", "--positions", "slot"]) == 0
+    given = ["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *options, "--learned", str(learned)]
+    assert main(given) == 0
+    found = json.loads((tmp_path / "out" / "recall.json").read_text())
+    assert found["controls"]["learned"] == "global:4+keep:134"
+    assert {each["method"] for each in found["results"]} == {"full", "keydiff", "learned"}
+    capsys.readouterr()
+    refused_in_one_line([*given[:-1], str(tmp_path / "nothing")], "no saved model at", capsys)
 
 
 def test_mistakes_are_found_before_work(tmp_path, capsys):
