@@ -39,7 +39,7 @@ def convert(
     model has. Attention that is not chosen stays exact: "softmax", or the source's sliding window.
     tie_control: one control for all layers of a site, as in the paper; False gives each layer its own.
     positions: for rotary models. "absolute" rotates keys and then writes them; "slot" counts positions inside the
-    memory (only for "window" and "global"), so that a text may be longer than the model's positions.
+    memory (for "window", and for "global" beside any other), so that a text may be longer than the model's positions.
     gguf_file: the file of weights in the folder, or under the name, that `model` says; they are dequantised.
     dtype: of the weights, for instance "bfloat16"; by default as they are, and float32 from GGUF.
     weights: "int8" keeps the weights of linear layers and of the head in 8 bits, a scale for each output (hf/int8.py).
