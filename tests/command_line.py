@@ -26,6 +26,7 @@ def refused_in_one_line(arguments, said, capsys):
 SESSION = """
 import contextlib, io, json, sys
 from abc_attn.cli import main
+large = set("torch transformers numpy huggingface_hub gguf datasets matplotlib".split())
 results = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -34,8 +35,7 @@ for arguments in json.load(sys.stdin):
             code = main(arguments)
         except SystemExit as exit:
             code = exit.code
-    heavy = sorted(set("torch transformers numpy huggingface_hub gguf datasets matplotlib".split()) & sys.modules.keys())
-    results.append([code, out.getvalue(), err.getvalue(), heavy])
+    results.append([code, out.getvalue(), err.getvalue(), sorted(large & sys.modules.keys())])
 print(json.dumps(results))
 """
 
