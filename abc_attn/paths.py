@@ -36,6 +36,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def saved_model(folder: Path) -> dict[str, Any]:
     """The config.json of a model that `save_pretrained` wrote into `folder`, whose other JSON files can be read too."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise NotADirectoryError(f"{folder} is a GGUF file: convert it first (abc-attn convert {folder} FOLDER)")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no saved model at {folder}: a folder with config.json and weights is needed")
     check_utf8(folder)
@@ -43,6 +45,17 @@ def saved_model(folder: Path) -> dict[str, Any]:
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise FileNotFoundError(f"{folder} has a config.json but no weights (*.safetensors)")
     return found["config.json"]
+
+
+def check_chat_template(folder: Path) -> None:
+    """Refuse a saved model whose tokenizer has no chat template."""
+    config = folder / "tokenizer_config.json"
+    found = any((folder / name).exists() for name in ("chat_template.jinja", "additional_chat_templates"))
+    if not found and not (config.is_file() and json_object(config).get("chat_template")):
+        raise ValueError(
+            f"{folder} has no chat template: it was not made to chat; `abc-attn generate {folder} --prompt TEXT` "
+            "continues a text"
+        )
 
 
 class Source(NamedTuple):

@@ -38,6 +38,11 @@ def import_control_modules(names: Sequence[str]) -> list[ModuleType]:
     return [_import_file(Path(name)) if _is_file(name) else _run(name, name) for name in names]
 
 
+def announced() -> bool:
+    """Whether an installed package announces controls; they are not imported."""
+    return bool(entry_points(group=GROUP))
+
+
 @cache
 def load_entry_points() -> tuple[str, ...]:
     """Import what installed packages announce under `abc_attn.controls`, once; returns a line for each that failed."""

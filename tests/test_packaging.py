@@ -15,6 +15,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from journeys import GGUF_FILE, journey
 from packaging.requirements import Requirement
 
 from abc_attn.cli import make_parser
@@ -164,6 +165,30 @@ assert main(["report"]) == 0
     assert (tmp_path / "run" / "config.json").is_file()
     assert (tmp_path / "results" / "recall" / "runs.jsonl").is_file()
     assert "<html" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.processes
+def test_the_wheel_converts_and_generates(python, wheel, folder, tmp_path):
+    """The journey of docs/journeys.md. The fixtures did its first steps; then a user's commands, each a process."""
+    from gguf_file import write_gguf  # with transformers, which the other tests of this file do without
+    from hf_sources import talkative
+
+    _, (*install, convert, generate) = journey("From a wheel to a text")
+    assert [step.command.split()[0] for step in install] == ["pip", "python", ".", "pip"]
+    (extras,) = re.findall(r"whl\)\[(.*)\]", install[-1].command)
+    extra = folder / "journey"
+    extra.mkdir()
+    link(brings(wheel, *extras.split(",")) - brings(wheel), extra)
+    write_gguf(talkative(), tmp_path / GGUF_FILE)
+    environment = os.environ | {"PYTHONPATH": str(extra), "OMP_NUM_THREADS": "1"}
+    for step in (convert, generate):
+        program, *words = shlex.split(step.command)
+        done = subprocess.run(
+            [python.parent / program, *words],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        step.check(done.stdout)
 
 
 def test_the_repository_holds_nothing_of_the_machine():

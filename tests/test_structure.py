@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import abc_attn
+from abc_attn import control_names
 from abc_attn.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +20,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 
 # Every room, innermost first. A room may import from the lines above its own, not from its neighbours on the line.
 ROOMS = """
-    files memory_limit plugins progress
+    control_names files memory_limit plugins progress
     paths recipes
     core
     checks state normaliser
@@ -43,7 +44,7 @@ UPWARD = {
 # Rooms that may import transformers. `commands` does so inside functions, after its checks.
 TRANSFORMERS = {"hf", "models", "data", "tasks", "training", "evaluation", "report", "bench", "commands"}
 # Imported by `abc-attn --help`, or before a mistake is reported: neither torch nor transformers at their top.
-LIGHT = {"files", "paths", "plugins", "progress", "provenance", "recipes", "tasks", "commands", "cli"}
+LIGHT = {"control_names", "files", "paths", "plugins", "progress", "provenance", "recipes", "tasks", "commands", "cli"}
 # Where the benchmark `recall` is named, which is not the task of that name.
 BENCH_RECALL = {"cli.py", "commands/bench.py", "bench/recall.py"}
 
@@ -155,6 +156,11 @@ third_party = {{name.split('.')[0] for name in set(sys.modules) - before}} - set
 assert not third_party, third_party
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_names_of_controls_that_are_known_without_torch():
+    ours = [name for name, control in abc_attn.CONTROLS.items() if control.__module__.startswith("abc_attn.")]
+    assert [*control_names.BUILT_IN] == ours
 
 
 def test_tasks_are_named_in_their_room_alone():

@@ -36,6 +36,8 @@ def chat(arguments: argparse.Namespace) -> None:
         check_state_file(arguments.load_state)
     if arguments.system is not None and arguments.load_state is not None:
         raise CommandError("--system begins a conversation and --load-state continues one: give one of them")
+    with explained():
+        paths.check_chat_template(folder)
     import_controls(arguments)
     check_saved_controls(folder, saved)
     with hugging_face():

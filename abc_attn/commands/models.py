@@ -110,6 +110,9 @@ def generate(arguments: argparse.Namespace) -> None:
     prompt = _read_standard_input() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise CommandError("the prompt is empty; give at least one word")
+    if arguments.chat:
+        with explained():
+            paths.check_chat_template(folder)
     import_controls(arguments)
     check_saved_controls(folder, saved)
     with hugging_face():
@@ -144,7 +147,7 @@ def generate(arguments: argparse.Namespace) -> None:
             started = started or time.perf_counter()  # the first token includes reading the prompt
             print(piece, end="", flush=True)
         seconds = time.perf_counter() - (started or 0.0)
-        print()
+        print(flush=True)  # what follows goes to stderr, and may be the same file
         if arguments.save_state is not None:
             stream.save(arguments.save_state)
         speed = f"{(stream.written - 1) / seconds:.1f} tokens/s" if stream.written > 1 else "one token"
@@ -198,10 +201,10 @@ def score_text(
 ) -> dict[str, float]:
     """The perplexity of a text: per token, per word (as WikiText counts them, by blanks), and bits per byte.
 
-    The last `scored` tokens of a window are scored (default: a quarter). Without a window the text is a stream, if the model's memory is bounded and its
-    positions do not end; else the windows are as long as it has positions, or as the paper's if it has no such number.
-    A model of `abc-attn train` predicts the ends of lines as words, so they are counted too. `tokens` limits the text
-    to its first so many.
+    The last `scored` tokens of a window are scored (default: a quarter). Without a window the text is a stream, if the
+    model's memory is bounded and its positions do not end; else the windows are as long as it has positions, or as the
+    paper's if it has no such number. A model of `abc-attn train` predicts the ends of lines as words, so they are
+    counted too. `tokens` limits the text to its first so many.
     """
     from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
     from abc_attn.hf import AdaptiveLM

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from abc_attn import control_names
 from abc_attn.checks import check_inner_like
 from abc_attn.core import Band, Keep, Mean, Memory, Table, Write, memory_dtype
 from abc_attn.memory_limit import FLOAT, check_fits
@@ -243,7 +244,7 @@ def make_control(
             "control must be a string such as 'mlp' or 'window:32+mlp:32' "
             f"(BoundedAttention also takes a Control, as make_control returns it), got {type(control).__name__}"
         )
-    parts = [_parse(part, control) for part in control.split("+")]
+    parts = [_parse(part, control) for part in control_names.parts(control)]
     for option in options:
         declared = sorted({known for cls, _ in parts for known in cls.options()})
         if option not in declared:
@@ -268,32 +269,21 @@ def make_control(
 
 
 def unknown_controls(control: object) -> list[str]:
-    """The names in "window:32+clock:8", or in several of such, that are not registered, not even by installed packages.
-
-    Several are a list (by layer) or a dict (by site). Anything else has no names: whoever takes it will say what is
-    wrong with it.
-    """
-    if isinstance(control, dict):
-        control = list(control.values())
-    controls = control if isinstance(control, list) else [control]
-    names = [part.strip().partition(":")[0] for each in controls if isinstance(each, str) for part in each.split("+")]
-    if not CONTROLS.keys() >= {*names}:
+    """The names in "window:32+clock:8", or in several of such, that nobody has registered, nor an installed package."""
+    given = control_names.names(control)
+    if not CONTROLS.keys() >= {*given}:
         load_entry_points()
-    return [name for name in names if name not in CONTROLS]
+    return [name for name in given if name not in CONTROLS]
 
 
 def _parse(part: str, control: str) -> tuple[type[Control], int | None]:
-    name, colon, count = part.strip().partition(":")
+    name = part.partition(":")[0]
     if name not in CONTROLS:
         failed = load_entry_points()  # an installed package may bring it
         if name not in CONTROLS:
             why = "".join(f"; {line}" for line in failed)
             raise ValueError(f"unknown control {name!r} in {control!r}; accepted: {', '.join(CONTROLS)}{why}")
-    if not colon:
-        return CONTROLS[name], None
-    if not count.isdecimal() or int(count) < 1:
-        raise ValueError(f"the slots of a control are a whole number from 1, as in '{name}:32', got {part.strip()!r}")
-    return CONTROLS[name], int(count)
+    return CONTROLS[name], control_names.name_and_slots(part)[1]
 
 
 def _build(cls: type[Control], slots: int | None, sizes: dict[str, Any], options: dict[str, Any]) -> Control:
@@ -525,7 +515,7 @@ class Composition(Control):
         return None
 
     def sinks(self) -> int:
-        return [*self.parts][0].sinks()  # parts that hold tokens come first
+        return next(iter(self.parts)).sinks()  # parts that hold tokens come first
 
     def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
         return [*self.parts][-1].choose(*given)

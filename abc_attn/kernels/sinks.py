@@ -1,7 +1,7 @@
 """The first tokens of a text, read from another position than the rest, for any control that keeps them.
 
-Scores are products of queries and keys, so a sink's own score needs a column of its own: there the query has that score,
-the sink's key, else zeros, has a 1, and all other keys have zeros. Bands have kernels that need no such columns.
+Scores are products of queries and keys, so a sink's own score needs a column of its own: there the query has that
+score, the sink's key, else zeros, has a 1, and all other keys have zeros. Bands have kernels that need no such columns.
 """
 
 from __future__ import annotations
