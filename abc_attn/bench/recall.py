@@ -69,13 +69,7 @@ def run_recall(source: Source, book: str, options: dict[str, Any], output: Path 
     parts, compared, results = options["parts"], controls(options["rows"]), []
     chosen = {name: compared[name] for name in compared if name in options["methods"]}
     if options["learned"] is not None:
-        learned: Any = _learned(options["learned"])
-        compared[LEARNED] = chosen[LEARNED] = learned.config.control
-        if type(learned) is not BOUNDED.get(type(original)):
-            raise ValueError(
-                f"{options['learned']} holds a {type(learned).__name__}, not a {type(original).__name__} with bounded "
-                "attention: --learned is a model that abc-attn distill or convert made from the same source"
-            )
+        compared[LEARNED] = chosen[LEARNED] = _check_learned(options["learned"], original, options["rows"])
     if "needles" in parts or "perplexity" in parts:
         results += _quality(original, tokenizer, tokens, chosen, options)
     if "bytes" in parts:
@@ -137,6 +131,20 @@ def _converted(original: PreTrainedModel, control: str | None, positions: str) -
 
 def _learned(folder: Path) -> PreTrainedModel:
     return load_model(folder).float().eval()
+
+
+def _check_learned(folder: Path, original: PreTrainedModel, rows: int) -> str:
+    """The control of the model in `folder`, if the comparison is fair: the same source, and as many rows."""
+    model: Any = _learned(folder)
+    if type(model) is not BOUNDED.get(type(original)):
+        raise ValueError(
+            f"{folder} holds a {type(model).__name__}, not a {type(original).__name__} with bounded attention: "
+            "--learned is a model that abc-attn distill or convert made from the same source"
+        )
+    held = max(attention.control.rows for attention in model.attentions())
+    if held != rows:
+        raise ValueError(f"{folder} has {held} rows of memory in a layer, the others {rows}: give --rows {held}")
+    return model.config.control
 
 
 # The byte meter: a fresh process for each figure, in which the model has run once.

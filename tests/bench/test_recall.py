@@ -78,6 +78,8 @@ def test_the_command(file, tmp_path, capsys):
     assert {each["method"] for each in found["results"]} == {"full", "keydiff", "learned"}
     capsys.readouterr()
     refused_in_one_line([*given[:-1], str(tmp_path / "nothing")], "no saved model at", capsys)
+    assert main([*given, "--rows", "200"]) == 2
+    assert "138 rows of memory in a layer, the others 200: give --rows 138" in capsys.readouterr().err
 
 
 def test_mistakes_are_found_before_work(tmp_path, capsys):
