@@ -29,6 +29,7 @@ from abc_attn.hf.stateful import Stateful, model_card, use_control
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 POSITIONS = ("sinusoids", "rotary", "none")
+ATTENTION_OUTPUTS = ("plain", "gate", "norm")
 
 
 @strict
@@ -46,6 +47,9 @@ class AdaptiveLMConfig(PreTrainedConfig):
     past starts anywhere in the circle. A multiple of the training length is sensible.
     local_heads: this many heads of the first layer start by looking 1, 2, 3, ... tokens back, and word vectors start as
     long as the sinusoids. Without them, small models spend most of a short training finding the previous word.
+    attention_scale: of the queries; None for d^-1/2.
+    attention_output: what is added to x. "plain": what attention gives, y; "gate": sigmoid(W x) y; "norm": the layer
+    norm of y.
     """
 
     model_type = "adaptive_lm"
@@ -71,6 +75,8 @@ class AdaptiveLMConfig(PreTrainedConfig):
     positions: str = "sinusoids"
     position_period: int | None = None
     local_heads: int = 0
+    attention_scale: float | None = None
+    attention_output: str = "plain"
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = 0
@@ -96,6 +102,10 @@ class AdaptiveLMConfig(PreTrainedConfig):
             raise ValueError(f"hidden_size must be even (a sine and a cosine each), got {self.hidden_size}")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
+        if self.attention_output not in ATTENTION_OUTPUTS:
+            raise ValueError(
+                f"attention_output must be one of {', '.join(ATTENTION_OUTPUTS)}, got {self.attention_output!r}"
+            )
         if self.positions != "sinusoids" and (self.position_period is not None or self.local_heads):
             raise ValueError(
                 f"position_period={self.position_period} and local_heads={self.local_heads} are for "
@@ -228,7 +238,10 @@ class AdaptiveLMLayer(nn.Module):
             num_kv_heads=key_value_heads,
             causal=True,
             dropout=config.attention_dropout,
+            scale=config.attention_scale,
         )
+        self.output_gate = nn.Linear(width, width) if config.attention_output == "gate" else None
+        self.output_norm = nn.LayerNorm(width) if config.attention_output == "norm" else None
         self.feed_forward_norm = nn.LayerNorm(width)
         self.fc1 = nn.Linear(width, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, width)
@@ -243,9 +256,14 @@ class AdaptiveLMLayer(nn.Module):
     ) -> Tensor:
         past = None if cache is None else bounded_layer(cache, index)
         options = {"key_padding_mask": padding, "state": past and past.state, "rotation": rotation}
-        y, state = self.attention(self.attention_norm(x), return_state=True, **options)
+        normed = self.attention_norm(x)
+        y, state = self.attention(normed, return_state=True, **options)
         if past is not None:
             past.keep(state, x.shape[1])
+        if self.output_gate is not None:
+            y = y * self.output_gate(normed).sigmoid()
+        if self.output_norm is not None:
+            y = self.output_norm(y)
         x = x + F.dropout(y, self.dropout, self.training)
         y = F.dropout(F.relu(self.fc1(self.feed_forward_norm(x))), self.activation_dropout, self.training)
         return x + F.dropout(self.fc2(y), self.dropout, self.training)

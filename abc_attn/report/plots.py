@@ -80,16 +80,16 @@ def _bar_panel(axes: Axes, shown: Mapping[str, float], color: str, title: str) -
 
 
 def curves(table: Table, rows: Rows, figure: Figure) -> None:
-    """The column over recipe key `x`, a curve for each value of recipe key `lines`; a row without `x` is a level."""
-    column, x, lines = (table.plot[key] for key in ("column", "x", "lines"))
+    """The column over recipe key `x`: rows mlp-8 and mlp-16 are points of the curve mlp. A row without `x` is a level."""
+    column, x = (table.plot[key] for key in ("column", "x"))
     curves: dict[str, dict[float, float]] = {}
     levels: dict[str, float] = {}
-    for runs in rows.values():
-        values, found = runs[0]["values"], _figures(runs, column)
-        if found and values.get(x) is None:
-            levels[str(values[lines])] = statistics.fmean(found)
+    for row, runs in rows.items():
+        at, found = runs[0]["values"].get(x), _figures(runs, column)
+        if found and at is None:
+            levels[row] = statistics.fmean(found)
         elif found:
-            curves.setdefault(str(values[lines]), {})[values[x]] = statistics.fmean(found)
+            curves.setdefault(row.removesuffix(f"-{at}"), {})[at] = statistics.fmean(found)
     figure.set_size_inches(6, 4)
     axes = figure.subplots()
     for name, points in curves.items():
@@ -159,6 +159,6 @@ def _figures(runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
 # The function, and the keys of `plot` that it needs.
 KINDS: dict[str, tuple[Callable[[Table, Rows, Figure], None], tuple[str, ...]]] = {
     "bars": (bars, ("column", "label")),
-    "curves": (curves, ("column", "label", "x", "lines")),
+    "curves": (curves, ("column", "label", "x")),
     "heatmap": (heatmap, ("column", "label", "x", "y")),
 }
