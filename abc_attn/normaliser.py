@@ -6,6 +6,8 @@ do: at logits near 1e4 the spacing of fp32 is 1e-3, and phi + decay = 1 would be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,6 +51,18 @@ def weights_of(mean: Mean) -> Tensor:
         return mean.log_weights
     entering = log_forgotten(mean.log_keep)
     return entering if mean.log_weights is None else mean.log_weights + entering
+
+
+# The kernels put theirs here, where they were compiled: log_sigmoid in one pass over memory; None of what they decline.
+fused_log_sigmoid: Callable[[Tensor, float], Tensor | None] = lambda logit, exponent: None  # noqa: E731
+
+
+def log_sigmoid(logit: Tensor, exponent: float = 1.0) -> Tensor:
+    """log f of a gate, f = sigmoid(logit)^(1/exponent)."""
+    found = fused_log_sigmoid(logit, exponent)
+    if found is not None:
+        return found
+    return F.logsigmoid(logit) if exponent == 1 else F.logsigmoid(logit) / exponent
 
 
 def log_forgotten(log_keep: Tensor) -> Tensor:

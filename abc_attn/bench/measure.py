@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from abc_attn import Write, mlp_attention, read, write
 from abc_attn.kernels import BACKENDS
 from abc_attn.memory_limit import FLOAT, free_bytes, in_words
+from abc_attn.normaliser import log_sigmoid
 
 TOLERANCE = 1e-4  # largest error of outputs and gradients, relative to the largest value, for which a time is shown
 BUDGET = 3.0  # seconds for each method: once spent, only the minimum of repetitions is still made
@@ -86,10 +87,10 @@ def _decide(work: Work, control: Tensor, *gate: Tensor) -> tuple[Tensor | None, 
         case "":
             return control, None
         case "head":
-            return control, F.logsigmoid(gate[0])
+            return control, log_sigmoid(gate[0])
         case "slot":
-            return control, F.logsigmoid(gate[0]) / 8
-    return None, F.logsigmoid(control) / 8  # slots
+            return control, log_sigmoid(gate[0], 8.0)
+    return None, log_sigmoid(control, 8.0)  # slots
 
 
 def _linformer(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:

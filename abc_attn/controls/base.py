@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from abc_attn import control_names
 from abc_attn.checks import check_inner_like
 from abc_attn.core import Band, Keep, Mean, Memory, Table, Write, memory_dtype
 from abc_attn.memory_limit import FLOAT, check_fits
+from abc_attn.normaliser import log_sigmoid
 from abc_attn.plugins import load_entry_points
 
 InnerState = tuple[Tensor, ...] | None
@@ -349,7 +349,7 @@ class Gate(nn.Linear):
     def log_keep(self, x: Tensor) -> Tensor:
         """log g, `b h t 1`."""
         logit = self(x)
-        return F.logsigmoid(logit.to(memory_dtype(logit)))
+        return log_sigmoid(logit.to(memory_dtype(logit)))
 
     def apply_to(self, write: Write, x: Tensor, causal: bool) -> Write:
         """phi -> (1 - g) phi, and g decays what was there; a memory that is read as a whole has no order to forget."""
@@ -383,7 +383,7 @@ class SlotGate(nn.Linear):
     def log_keep(self, x: Tensor) -> Tensor:
         """log f, `b h t n`."""
         logit = self(x).unflatten(-1, (-1, self.slots)).transpose(1, 2)
-        return F.logsigmoid(logit.to(memory_dtype(logit))) / self.exponent
+        return log_sigmoid(logit.to(memory_dtype(logit)), self.exponent)
 
 
 class Gated(Control):

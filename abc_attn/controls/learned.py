@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from abc_attn.checks import check_log_total
 from abc_attn.controls.base import Control, Gate, InnerState, SlotGate, register_control
 from abc_attn.core import Mean, Write, memory_dtype
-from abc_attn.normaliser import empty_total, running_mean
+from abc_attn.normaliser import empty_total, log_sigmoid, running_mean
 
 ACTIVATIONS = ("exp", "relu", "sigmoid", "softmax")
 NORMALIZATIONS = ("mean", "write")
@@ -113,7 +112,7 @@ class MLP(Control):
         logits = self.logits(x)
         logits = logits.to(memory_dtype(logits))
         if self.activation == "sigmoid":
-            return F.logsigmoid(logits)
+            return log_sigmoid(logits)
         if self.activation == "softmax":
             return logits.log_softmax(-1)
         if self.activation == "relu":

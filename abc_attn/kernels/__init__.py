@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from abc_attn import normaliser
 from abc_attn.checks import check_keys, check_memory, check_queries
 from abc_attn.core import (
     Mean,
@@ -23,7 +24,7 @@ from abc_attn.core import (
     read_memory,
     write_all,
 )
-from abc_attn.kernels import native, reference, torch_backend
+from abc_attn.kernels import native, native_gate, reference, torch_backend
 from abc_attn.kernels.door import BACKENDS, Declined, call, check_backend, describe_backend, describe_backends, refused
 from abc_attn.normaliser import empty_total, running_mean, weights_of
 
@@ -43,6 +44,8 @@ __all__ = [
 
 # The registry. "auto" tries the backends in this order.
 BACKENDS |= {"native": native, "torch": torch_backend, "reference": reference}
+if native.unavailable() is None:
+    normaliser.fused_log_sigmoid = native_gate.log_sigmoid
 
 
 def scan(

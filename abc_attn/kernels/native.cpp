@@ -5,7 +5,7 @@
 //     native_vectors.h    vectors, exp, matrix products, transposes       native_step.h   one decoding step
 //     native_row.h        the sums of a row, a chunk's coefficients       native_ring.h   one decoding step of a window
 //     native_forward.h    the forward pass, chunk by chunk                native_band.h   windows over many tokens
-//     native_backward.h   the backward pass
+//     native_backward.h   the backward pass                               native_gate.h   what a gate keeps, from its logit
 //     native_bounds.h     what a call must satisfy for every access to lie inside its arrays
 
 #include <dlfcn.h>
@@ -65,6 +65,18 @@ struct Band {
     float *out;
 };
 
+// What a gate keeps, from its logit; with d_logit the gradient (native_gate.h). A row is a batch element and a head.
+struct Gate {
+    int64_t rows, heads, t, n;
+    int64_t batch, head, token;  // the strides of the logit, or of its gradient
+    int64_t threads;
+    float exponent;
+    const float *logit;
+    float *log_keep;  // b h t n, contiguous
+    const float *d_log_keep;
+    float *d_logit;
+};
+
 static const float GONE = -87.0f;  // exp(GONE) is about ...
 static const float LEAST = 1.17549435e-38f;  // ... the smallest normal number of fp32
 enum { SPAN = 256, PAGE = 1024 };  // tokens between checkpoints; floats in a page of 4 kB
@@ -91,6 +103,7 @@ namespace avx512 {
 #include "native_backward.h"
 #include "native_ring.h"
 #include "native_band.h"
+#include "native_gate.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -107,6 +120,7 @@ namespace avx2 {
 #include "native_backward.h"
 #include "native_ring.h"
 #include "native_band.h"
+#include "native_gate.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -123,6 +137,7 @@ namespace portable {
 #include "native_backward.h"
 #include "native_ring.h"
 #include "native_band.h"
+#include "native_gate.h"
 }
 
 typedef void (*Pass)(const Args *, int64_t, float *);
@@ -136,11 +151,12 @@ struct Kind {
     size_t (*ring_scratch)(const Ring *);
     void (*band)(const Band *, int64_t, float *);
     size_t (*band_scratch)(const Band *);
+    void (*gate)(const Gate *, int64_t, float *);
 };
 
 #define KIND(isa)                                                                                             \
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
-     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch}
+     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch, isa::gate_row}
 
 // Every vector width that was compiled, widest first; `runs` says whether this CPU has its instructions.
 struct Width {
@@ -254,6 +270,11 @@ int abc_band(const Band *args) {
     Band chunks = *args;
     chunks.rows *= (args->t + BAND_CHUNK - 1) / BAND_CHUNK;
     return share_out(&chunks, kind().band, kind().band_scratch(args), 1);
+}
+int abc_gate(const Gate *args) {
+    if (!inside(args)) return OUT_OF_BOUNDS;
+    large_pages(args->d_logit ? args->d_logit : args->log_keep, args->rows * args->t * args->n);
+    return args->rows ? share_out(args, kind().gate, 16, 1) : DONE;
 }
 int abc_ring(const Ring *args) {
     if (!inside(args)) return OUT_OF_BOUNDS;

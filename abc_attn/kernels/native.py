@@ -46,19 +46,19 @@ _BEFORE = ("old_k", "old_v", "old_mass", "old_total")
 _AFTER = ("memory_k", "memory_v", "mass", "log_total")
 
 
-def _struct(sizes: Sequence[str], pointers: Sequence[str], floats: Sequence[str] = ("scale",)) -> Any:
+def struct(sizes: Sequence[str], pointers: Sequence[str], floats: Sequence[str] = ("scale",)) -> Any:
     """A struct of native.cpp: sizes, the queries' scale and what else is a float, pointers."""
     kinds = ((ctypes.c_int64, sizes), (ctypes.c_float, floats), (ctypes.c_void_p, pointers))
     fields = [(name, kind) for kind, names in kinds for name in names]
     return type("Struct", (ctypes.Structure,), {"_fields_": fields})
 
 
-_Args = _struct(_SIZES, _POINTERS, ("scale", "floor"))
-_Ring = _struct(
+_Args = struct(_SIZES, _POINTERS, ("scale", "floor"))
+_Ring = struct(
     ("rows", "heads", "g", "n", "d", "e", "sinks", "threads"),
     ("q", "to_sinks", "k", "v", "at", "used", "memory_k", "memory_v", "out"),
 )
-_Band = _struct(
+_Band = struct(
     ("rows", "heads", "g", "t", "lead", "window", "sinks", "d", "e", "threads"),
     ("q", "to_sinks", "sink_k", "sink_v", "k", "v", "missing", "count", "out"),
 )
@@ -266,7 +266,7 @@ def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
     # A copy must live until the call is over, so all are kept here.
     given = [None if x is None else x.contiguous() for x in (q, token.to_sinks, k, v, row, used)]
     pointers = [None if x is None else x.data_ptr() for x in (*given, memory.k, memory.v, out)]
-    _finish(_library().abc_ring(ctypes.byref(_Ring(*sizes, query_scale(q, token.reading.scale), *pointers))))
+    finish(_library().abc_ring(ctypes.byref(_Ring(*sizes, query_scale(q, token.reading.scale), *pointers))))
     return out, memory
 
 
@@ -298,7 +298,7 @@ def band(stretch: Stretch) -> Tensor | Declined:
     kept = [None if x is None else x.contiguous() for x in (*given, missing, before)]
     pointers = [None if x is None else x.data_ptr() for x in (*kept, out)]
     scale, threads = query_scale(q, reading.scale), torch.get_num_threads()
-    _finish(_library().abc_band(ctypes.byref(_Band(*sizes, threads, scale, *pointers))))
+    finish(_library().abc_band(ctypes.byref(_Band(*sizes, threads, scale, *pointers))))
     return out
 
 
@@ -563,10 +563,10 @@ _DTYPES = {"log_total": torch.float64, "total": torch.float64, "used": torch.boo
 
 
 def _run_native(args: Any) -> None:
-    _finish(_library().abc_run(ctypes.byref(args)))
+    finish(_library().abc_run(ctypes.byref(args)))
 
 
-def _finish(failed: int) -> None:
+def finish(failed: int) -> None:
     if failed == 1:
         raise MemoryError("the native kernels could not allocate their scratch memory")
     if failed:  # OUT_OF_BOUNDS

@@ -77,3 +77,10 @@ static bool inside(const Band *a) {
     if (!a->rows || !a->t) return true;
     return expect(a->q && a->k && a->v && a->missing && a->count && a->out && there(a->sink_k, a->sinks) && there(a->sink_v, a->sinks));
 }
+
+static bool inside(const Gate *a) {
+    const bool sizes = a->rows >= 0 && a->heads >= 1 && a->t >= 1 && a->n >= 1 && a->threads >= 1 && a->exponent > 0 &&
+                       a->rows % a->heads == 0 && a->batch >= 0 && a->head >= 0 && a->token >= 0;
+    if (!expect(sizes)) return false;
+    return expect(!a->rows || (a->log_keep && (a->d_logit ? !!a->d_log_keep : !!a->logit)));
+}

@@ -135,7 +135,7 @@ def test_rows_outside_a_ring_are_refused():
         assert (found != 0) is refused
         if refused:
             with pytest.raises(ValueError, match="outside the given tensors"):
-                native._finish(found)
+                native.finish(found)
 
 
 @pytest.mark.skipif(bool(native.unavailable()), reason="no native kernels")
