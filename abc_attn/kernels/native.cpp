@@ -79,6 +79,10 @@ struct Gate {
 
 static const float GONE = -87.0f;  // exp(GONE) is about ...
 static const float LEAST = 1.17549435e-38f;  // ... the smallest normal number of fp32
+// What a chunk may hold, in nats. Decays are undone by their inverses (N3), which rounding limits. In a running mean (N2) only
+// the range of fp32, e^87, does: sums may be as small as e^-MOST_SPAN and are divided by. Of that 8 are for a top that stays and
+// the rest for weights that differ. Slots with a half-life of one token forget 22 nats in 32 tokens.
+static const float MOST_DECAYED = 16.0f, MOST_FADED = 32.0f, MOST_SPAN = 48.0f;
 enum { SPAN = 256, PAGE = 1024 };  // tokens between checkpoints; floats in a page of 4 kB
 enum { BAND_CHUNK = 96 };  // queries of a band that one thread takes at once
 

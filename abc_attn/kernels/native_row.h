@@ -113,7 +113,7 @@ struct Row {
         return used[slot];
     }
 
-    // How many of the next `room` tokens can be one chunk: decays may add up to -16 nats in it, weights see find_tops.
+    // How many of the next `room` tokens can be one chunk: for decays see mild_length, for weights find_tops.
     int chunk_length(const Carry &s, int64_t from, int room) {
         if (!a->mean) return ld ? mild_length(from, room) : room;
         int length = room;
@@ -123,13 +123,14 @@ struct Row {
         return 1;
     }
 
-    // How many of the next `room` tokens decay no slot by more than 16 nats after the first of them.
+    // How many of the next `room` tokens decay no slot by more nats than they may, after the first of them.
     int mild_length(int64_t from, int room) {
         const int width = (int)a->decay_width;
+        const float least = a->mean ? -MOST_FADED : -MOST_DECAYED;
         for (int j = 0; j < width; j++) x[j] = 0;
         for (int i = 1; i < room; i++) {
             bool wide = false;
-            for (int j = 0; j < width; j++) x[j] += ld[(from + i) * width + j], wide |= !(x[j] >= -16.0f);
+            for (int j = 0; j < width; j++) x[j] += ld[(from + i) * width + j], wide |= !(x[j] >= least);
             if (wide) return i;
         }
         return room;
@@ -150,7 +151,7 @@ struct Row {
             vec later = {};
             for (int i = length - 1; i >= 0; i--) {
                 const int l = i * np + j;
-                if (!i) wide |= ~(later >= splat(-16.0f));
+                if (!i) wide |= ~(later >= splat(-MOST_FADED));
                 vec log = (alike ? splat(entering[i]) : log_forgotten(load(decays + l))) + later;
                 store(inverse + l, phi ? load(logs + l) + log : log);
                 later += alike ? splat(ld[from + i]) : load(decays + l);
@@ -161,7 +162,7 @@ struct Row {
         return !any(wide);
     }
 
-    // Running mean: finds the chunk's `next` top, and whether all its weights and sums are within e^30 of it.
+    // Running mean: finds the chunk's `next` top, and whether the sums of all its tokens are at least e^-MOST_SPAN times it.
     // A top stays until the sum may be e^8 away from it, so the sums are seldom rescaled for it.
     bool find_tops(const Carry &s, int length) {
         ivec wide = {};
@@ -172,8 +173,8 @@ struct Row {
             vec highest = vmax(level, peak), moved = highest > top + 8.0f ? highest : top;
             if (ld) moved = highest < top - 8.0f ? highest : moved;
             store(next + j, moved), store(reached + j, ld ? highest : moved);
-            // ~(... <= 30) and not > 30: a NaN (the first weight is -inf and others are not) must count as wide
-            wide |= ~(moved - vmax(level, first) <= splat(30.0f)) & (moved != splat(-INFINITY));
+            // ~(... <= MOST_SPAN) and not > MOST_SPAN: a NaN (the first weight is -inf and others are not) must count as wide
+            wide |= ~(moved - vmax(level, first) <= splat(MOST_SPAN)) & (moved != splat(-INFINITY));
         }
         return !any(wide);
     }
