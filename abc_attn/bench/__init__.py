@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from abc_attn import Memory, mlp_attention
+from abc_attn.allocator import give_back_memory, keep_freed_memory
 from abc_attn.bench.encoding import encode_model
 from abc_attn.bench.generation import generate
 from abc_attn.bench.measure import (
@@ -24,9 +25,7 @@ from abc_attn.bench.measure import (
     check_fit,
     does_not_fit,
     error,
-    give_back_memory,
     interleave,
-    keep_freed_memory,
     peak_memory,
     runner,
 )

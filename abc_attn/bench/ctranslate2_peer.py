@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from abc_attn.bench.measure import give_back_memory, high_water, preloaded
+from abc_attn.allocator import give_back_memory
+from abc_attn.bench.measure import high_water, preloaded
 
 INSTALL = "pip install 'abc-attn[bench]'"
 END = "</s>"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from abc_attn.bench.measure import Work, available_bytes, give_back_memory, interleave, peak_of_process
+from abc_attn.allocator import give_back_memory
+from abc_attn.bench.measure import Work, available_bytes, interleave, peak_of_process
 from abc_attn.bench.report import NAMES, Row, compare_rows
 from abc_attn.memory_limit import FLOAT, check_fits, in_words
 from abc_attn.progress import Progress

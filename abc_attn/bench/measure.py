@@ -5,7 +5,6 @@ Axes: b batch, h heads, t tokens, n slots, d width of keys and values.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import random
 import re
@@ -181,26 +180,6 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 # Time.
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees, for the next call of any method; where malloc is glibc's.
-
-    By default malloc gives arrays above 32 MB back to the system, which clears them again at every call. That is a cost
-    of the allocator, not of a method: 45 of the 105 ms that our forward pass over 32,768 tokens took. Shorter texts do
-    not pay it.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def give_back_memory() -> None:
-    """Return kept memory to the system: it would count as used when the next size asks what is free."""
-    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        malloc_trim(0)
 
 
 @dataclass(frozen=True)

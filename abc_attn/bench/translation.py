@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from abc_attn.allocator import give_back_memory
 from abc_attn.bench import ctranslate2_peer
 from abc_attn.bench.measure import (
     LEAST,
@@ -24,7 +25,6 @@ from abc_attn.bench.measure import (
     Times,
     available_bytes,
     error,
-    give_back_memory,
     peak_of_process,
 )
 from abc_attn.bench.report import FORWARD, Row, compare_rows

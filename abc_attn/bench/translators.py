@@ -23,7 +23,8 @@ from transformers import MarianConfig, MarianMTModel, PreTrainedModel, StoppingC
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from abc_attn.bench.measure import give_back_memory, high_water
+from abc_attn.allocator import give_back_memory
+from abc_attn.bench.measure import high_water
 from abc_attn.bench.models import PreallocatedLayer
 from abc_attn.bench.translation import Method
 from abc_attn.hf.cache import state_bytes

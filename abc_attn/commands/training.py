@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from abc_attn import paths, recipes
+from abc_attn.allocator import keep_freed_memory
 from abc_attn.commands.errors import CommandError, explained, resumable
 from abc_attn.commands.user_controls import check_controls, import_controls
 
@@ -30,6 +31,7 @@ def train(arguments: argparse.Namespace) -> None:
         from abc_attn.training import load_recipe, prepare
 
         run = prepare(load_recipe(recipe, overrides), resume=arguments.resume)
+    keep_freed_memory()
     with resumable(), explained("train"):
         run()
 
@@ -43,6 +45,7 @@ def _train_grid(recipe: Path, overrides: dict[str, Any], grid: dict[str, Any]) -
         runs = points(recipe, overrides, grid)
         for run in runs:
             run.make_task().check()
+    keep_freed_memory()
     with resumable(), explained("train"):
         found = search(runs)
     for run, done in zip(runs, found.trained, strict=True):
@@ -101,6 +104,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             recipes=folder,
             results=arguments.output,
         )
+    keep_freed_memory()
     with resumable(), explained("train"):
         print(tables.reproduce(table, arguments.scale, plans, arguments.output))
 

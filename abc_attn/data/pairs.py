@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, normalizers, processors
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -116,6 +117,11 @@ class PairCorpus:
         documents = self.documents[split]
         starts = np.searchsorted(documents, documents)  # of each pair's document
         return Examples(source, target, np.maximum(starts, last - context), last)
+
+    def target_log_frequencies(self) -> torch.Tensor:
+        """log p of each token of the vocabulary in the target side of the training text. An unseen one counts half."""
+        counts = np.bincount(self.sides["train"][1].ids, minlength=len(self.tokenizer)).clip(0.5)
+        return torch.from_numpy(np.log(counts / counts.sum())).float()
 
     def usable(self, split: str, context: int, longest: int) -> tuple[Examples, list[str]]:
         """The examples that can be trained on, and what is said of the others: empty sides, and too many tokens."""

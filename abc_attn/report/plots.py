@@ -80,7 +80,7 @@ def _bar_panel(axes: Axes, shown: Mapping[str, float], color: str, title: str) -
 
 
 def curves(table: Table, rows: Rows, figure: Figure) -> None:
-    """The column over recipe key `x`: rows mlp-8 and mlp-16 are points of the curve mlp. A row without `x` is a level."""
+    """The column over recipe key `x`: rows mlp-8 and mlp-16 are points of curve mlp. A row without `x` is a level."""
     column, x = (table.plot[key] for key in ("column", "x"))
     curves: dict[str, dict[float, float]] = {}
     levels: dict[str, float] = {}

@@ -54,6 +54,9 @@ class Settings(base.Settings):
     context_sentences: int = setting(0, "of a document, read and written before each sentence", minimum=0)
     max_tokens: int = setting(4096, "of a batch, on the longer side and with padding", minimum=1)
     max_length: int = setting(256, "pairs with more tokens on a side are left out of the training", minimum=2)
+    frequency_bias: bool = setting(
+        False, "the bias of the output is the log frequency of each token in the target text"
+    )
     num_beams: int = setting(5, "of the beam search", minimum=1)
     length_penalty: float = setting(0.6, "log p of a translation is divided by its length to this power")
     eval_documents: int | None = setting(
@@ -208,7 +211,7 @@ class Translation(Task):
         kind: Any = self.config_class()
         special = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # data/pairs.py: SPECIAL
         form: dict[str, Any] = {"activation_function": "relu", "scale_embedding": True, "forced_eos_token_id": None}
-        # Embeddings start with a deviation of 1, as in fairseq.
+        # Embeddings start with a deviation of 1 after scaling, as in fairseq, unless the recipe says otherwise.
         form["init_std"] = values.get("d_model", kind.d_model) ** -0.5
         try:
             config = kind(**form | values | special)
@@ -224,7 +227,10 @@ class Translation(Task):
         kind: Any = CLASSES["BoundedMarianForConditionalGeneration"]
         config = self._config(self.model_values | {"vocab_size": len(self.corpus.tokenizer)})
         if start is None:
-            return kind(config)
+            model = kind(config)
+            if self.settings.frequency_bias:
+                model.final_logits_bias.copy_(self.corpus.target_log_frequencies())
+            return model
         saved_model(start)
         with damaged(f"{start} does not hold a translator"):
             theirs = self.config_class().from_pretrained(start)

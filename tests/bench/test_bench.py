@@ -70,7 +70,7 @@ def run(name, folder, *more):
 
 FAULTS = """
 import resource, torch
-from abc_attn.bench.measure import keep_freed_memory
+from abc_attn.allocator import keep_freed_memory
 
 def faults():
     for _ in range(20):  # until malloc has found a place that fits the next as well

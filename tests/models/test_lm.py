@@ -256,6 +256,40 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
     assert len({model(words, labels=words).loss.item() for _ in range(5)}) == 1
 
 
+def same_weights(model, **options):
+    """A model with these options and, beyond what they add, the weights of `model`."""
+    other = tiny(**options).double().eval()
+    assert not other.load_state_dict(model.state_dict(), strict=False).unexpected_keys
+    return other
+
+
+@torch.no_grad()
+def test_what_attention_gives_may_be_gated_or_normed_and_queries_scaled():
+    plain, words = tiny().double().eval(), torch.randint(97, (2, 12))
+    expected = plain(words).logits
+    gated = same_weights(plain, attention_output="gate")
+    assert not torch.allclose(gated(words).logits, expected)
+    for layer in gated.layers:  # open
+        layer.output_gate.weight.zero_()
+        layer.output_gate.bias.fill_(100)
+    torch.testing.assert_close(gated(words).logits, expected)
+
+    normed = same_weights(plain, attention_output="norm")
+    before = normed(words).logits
+    assert not torch.allclose(before, expected)
+    for layer in normed.layers:  # what is normed has no length
+        layer.attention.out_proj.weight.mul_(100)
+        layer.attention.out_proj.bias.mul_(100)
+    torch.testing.assert_close(normed(words).logits, before, rtol=1e-2, atol=1e-2)
+
+    scaled = same_weights(plain, attention_scale=2 * 8**-0.5)
+    assert not torch.allclose(scaled(words).logits, expected)
+    for layer in scaled.layers:
+        layer.attention.q_proj.weight.div_(2)
+        layer.attention.q_proj.bias.div_(2)
+    torch.testing.assert_close(scaled(words).logits, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -264,6 +298,7 @@ def test_layer_dropout_leaves_out_layers_in_training_only():
         ({"hidden_size": 4}, "no width"),
         ({"dropout": 1.0}, "dropout must be in"),
         ({"position_period": 1}, "position_period"),
+        ({"attention_output": "sum"}, "plain, gate, norm"),
         ({"positions": "alibi"}, "sinusoids, rotary, none"),
         ({"positions": "none", "local_heads": 2}, "local_heads=2 are for positions='sinusoids'"),
         ({"positions": "rotary", "position_period": 64}, "position_period=64"),

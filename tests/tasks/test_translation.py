@@ -171,6 +171,20 @@ def test_from_a_trained_softmax(recipe):
         train(recipe("other", init_from="base", d_model=32))
 
 
+def test_the_bias_of_the_output_may_be_how_frequent_tokens_are(recipe, tmp_path):
+    task = recipe().make_task()
+    task.open()
+    assert not task.build_model(None).final_logits_bias.any()  # Marian's own
+    task = recipe(frequency_bias=True).make_task()
+    task.open()
+    model = task.build_model(None)
+    target = torch.from_numpy(task.corpus.sides["train"][1].ids.astype("int64"))
+    counts = torch.bincount(target, minlength=len(task.tokenizer)).clamp(min=0.5)
+    torch.testing.assert_close(model.final_logits_bias[0], (counts / counts.sum()).log())
+    model.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(task.load_model(tmp_path / "saved").final_logits_bias, model.final_logits_bias)
+
+
 def test_a_table_of_documents(place, tmp_path, monkeypatch):
     """Trained, scored with predicted and with reference context, and recorded with signatures; a row of another table
     is not trained again."""
