@@ -80,6 +80,7 @@ def recalls(model: PreTrainedModel, needles: Needles, cache: Any = None) -> dict
 
     `cache` has read the text already, and may have dropped some of it since.
     """
+
     def positions(ids: Tensor) -> dict[str, Tensor]:
         """Where the question stands: after the text, whatever the cache still holds of it."""
         place = torch.arange(ids.shape[1]) + len(needles.text)

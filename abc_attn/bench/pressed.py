@@ -1,7 +1,7 @@
 """kvpress beside the bounded models of `bench recall`: the same budget of rows, after the whole prompt is there.
 
-kvpress (PyPI) compresses the cache of each layer as the first call ends, so the prompt goes in at once. Its releases ask
-for older versions of transformers than this package does; docs/huggingface.md says how to install it all the same.
+kvpress (PyPI) compresses the cache of each layer as the first call ends, so the prompt goes in at once. Its releases
+ask for older versions of transformers than this package does; docs/huggingface.md says how to install it all the same.
 """
 
 from __future__ import annotations

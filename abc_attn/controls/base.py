@@ -67,10 +67,7 @@ class Control(nn.Module):
                 f"Use it with causal=False, or one of: {able}"
             )
         if self.sees_queries and not causal:
-            raise ValueError(
-                f"{self.title()} must be causal: it decides by the queries of the tokens that it writes, and only causal "
-                "self-attention has one for each. Use it with causal=True, or another control"
-            )
+            raise ValueError(f"{self.title()} must be causal: it decides by the queries of the tokens that it writes")
         self.slots, self.causal = slots, causal
         self.embed_dim = at_least(1, embed_dim=embed_dim)
         self.num_heads = at_least(1, num_heads=num_heads)
@@ -114,20 +111,12 @@ class Control(nn.Module):
         return 0 if held is None else held.sinks
 
     def choose(
-        self,
-        stored: Tensor,
-        k: Tensor,
-        before: Tensor,
-        end: Tensor,
-        state: tuple[Tensor, ...],
-        q: Tensor | None = None,
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
         """... and its choices: see keeping.py."""
         raise NotImplementedError
 
-    def look(
-        self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def look(self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """... and, with `sees_queries`, what it notes as queries read its rows: see keeping.py."""
         raise NotImplementedError
 

@@ -3,7 +3,7 @@
 Decisions fall as tokens B, 2B, 3B, ... of the text arrive, whatever the calls are. At token c B those before c B - w
 have left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that
 it was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows,
-full just before a decision.
+full just before a decision. What a token is worth is said by its key, or by the queries since the last decision.
 """
 
 from __future__ import annotations
@@ -108,13 +108,7 @@ class Keeping(Control):
 
     @torch.no_grad()
     def choose(
-        self,
-        stored: Tensor,
-        k: Tensor,
-        before: Tensor,
-        end: Tensor,
-        state: tuple[Tensor, ...],
-        q: Tensor | None = None,
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
         """Which token each row holds, block by block, as new keys k `b h t d` come to those `stored` `b h n d`.
 
@@ -254,8 +248,10 @@ class KNorm(Keeping):
 
 @register_control("tova")
 class Tova(Keeping):
-    """Keeps, of what leaves the window, the tokens that the newest queries attend to most (after TOVA, Oren et al. 2024);
-    causal only."""
+    """Keeps, of what leaves the window, the tokens that the last queries attend to (after TOVA, Oren et al. 2024).
+
+    Causal only. The queries are those of the block before a decision; docs/maths.md says how it differs from TOVA.
+    """
 
     sees_queries = True
 
@@ -263,9 +259,7 @@ class Tova(Keeping):
         attention = torch.zeros(batch, heads, self.rows, dtype=torch.float64, device=like.device)
         return *super().begin(batch, heads, like), attention  # type: ignore[misc]
 
-    def look(
-        self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def look(self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The attention of this block's queries so far to each row `b h n`, and that of queries q `b h g t d` at the
         places `at` `b t` (-1: none) to rows with keys k `b h n d`: a softmax over these rows, the mean over g heads."""
         seen = (place[:, :, None] >= 0) & (place[:, :, None] <= at[:, None, :, None])  # b h t n

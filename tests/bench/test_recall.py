@@ -64,7 +64,8 @@ def test_the_state_is_flat_and_keys_and_values_are_not(model, control):
 
 def test_the_command(file, tmp_path, capsys):
     options = ["--lengths", "200", "--depths", "50", "--texts", "1", "--rows", "138", "--book-tokens", "1100"]
-    options += ["--parts", "needles", "perplexity", "--methods", "full", "keydiff", "tova", "--output", str(tmp_path / "out")]
+    options += ["--parts", "needles", "perplexity", "--methods", "full", "keydiff", "tova"]
+    options += ["--output", str(tmp_path / "out")]
     assert main(["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *options]) == 0
     found = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert {each["kind"] for each in found["results"]} == {"pass key", "pairs", "book", "repeated"}
