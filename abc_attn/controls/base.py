@@ -46,6 +46,7 @@ class Control(nn.Module):
     holds_tokens: bool = False  # keeps single tokens for good ...
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
     sees_memory: bool = False  # `forward` takes the memory before the call as well
+    sees_queries: bool = False  # ... and the queries of the tokens, which only causal self-attention has
     follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
 
     name: str = ""  # as registered
@@ -65,6 +66,8 @@ class Control(nn.Module):
                 f"{self.title()} cannot be causal: its phi depends on the whole sequence. "
                 f"Use it with causal=False, or one of: {able}"
             )
+        if self.sees_queries and not causal:
+            raise ValueError(f"{self.title()} must be causal: it decides by the queries of the tokens that it writes")
         self.slots, self.causal = slots, causal
         self.embed_dim = at_least(1, embed_dim=embed_dim)
         self.num_heads = at_least(1, num_heads=num_heads)
@@ -80,7 +83,8 @@ class Control(nn.Module):
         """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; and the new state.
 
         key_padding_mask `b t` is True at padding, which must not count in anything that is normalised or carried on.
-        With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x.
+        With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x; with
+        `sees_queries` another, by name: the tokens' queries `q` `b h g t d`, scaled, g of them for each key head.
         """
         raise NotImplementedError
 
@@ -107,9 +111,13 @@ class Control(nn.Module):
         return 0 if held is None else held.sinks
 
     def choose(
-        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
         """... and its choices: see keeping.py."""
+        raise NotImplementedError
+
+    def look(self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """... and, with `sees_queries`, what it notes as queries read its rows: see keeping.py."""
         raise NotImplementedError
 
     def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
@@ -460,6 +468,7 @@ class Composition(Control):
         self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
         self.sees_memory = any(part.sees_memory for part in parts)
+        self.sees_queries = any(part.sees_queries for part in parts)
         self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
@@ -472,6 +481,7 @@ class Composition(Control):
         key_padding_mask: Tensor | None,
         state: InnerState,
         memory: Memory | None = None,
+        q: Tensor | None = None,
     ) -> tuple[Write, InnerState]:
         states = self._of_parts(state or ())
         decided: list[tuple[Write, InnerState]] = []
@@ -480,11 +490,12 @@ class Composition(Control):
         for part, own in zip(self.parts, states, strict=True):
             rows = slice(row, row := row + part.rows)
             seen = (Memory(*(x[:, :, rows] for x in memory)),) if part.sees_memory and memory is not None else ()
+            asks = {"q": q} if part.sees_queries else {}
             if held is None or not part.skips_held:
-                write, own = part(x, k, key_padding_mask, own, *seen)
+                write, own = part(x, k, key_padding_mask, own, *seen, **asks)
             else:  # to this part a held token is as good as padding
                 left_out = held if key_padding_mask is None else held | key_padding_mask
-                write, own = part(x, k, left_out, own, *seen)
+                write, own = part(x, k, left_out, own, *seen, **asks)
                 write = _silence(write, left_out)
             decided.append((write, own))
             if part.holds_tokens:
@@ -519,6 +530,9 @@ class Composition(Control):
 
     def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
         return [*self.parts][-1].choose(*given)
+
+    def look(self, *given: Any) -> tuple[Tensor, ...]:
+        return [*self.parts][-1].look(*given)
 
     def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
         match [*self.parts], [part.band() for part in self.parts]:
