@@ -20,6 +20,7 @@ from abc_attn.core import (
     has_values,
     memory_dtype,
     query_scale,
+    scaled_queries,
 )
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
@@ -95,6 +96,7 @@ class MemoryAttention(nn.Module):
             options = {"key_padding_mask": key_padding_mask, "to_sinks": to_sinks}
             options |= {"in_place": self.in_place, "backend": self.backend}
             before = self._begin(k, v) if state is None else state
+            options |= {"look": self.control.look if self.control.sees_queries else None}
             answer = kept_attention(q, k, v, self._keep, self.control.choose, before, self.reading, **options)
             if not isinstance(answer, Declined):
                 return answer
@@ -160,11 +162,12 @@ class MemoryAttention(nn.Module):
                 q, k, v, mean.log_weights, memory, inner[0], self.reading, **options
             )
             return out, State(memory, (log_total,), length, self._described)
+        seen: tuple[Memory, ...] = ()
         if self.control.sees_memory:
             memory = empty_memory(k, v, self._rows or 0) if memory is None else memory
-            decided, inner = self.control(source, k, key_padding_mask, inner, memory)
-        else:
-            decided, inner = self.control(source, k, key_padding_mask, inner)
+            seen = (memory,)
+        asks = {"q": scaled_queries(q, self.num_kv_heads, self.scale)} if self.control.sees_queries else {}
+        decided, inner = self.control(source, k, key_padding_mask, inner, *seen, **asks)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys
         readable = None if decided.readable is None else decided.readable[:, :, -1].expand(k.shape[0], -1, -1).clone()

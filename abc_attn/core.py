@@ -250,6 +250,11 @@ def group_heads(q: Tensor, heads: int) -> Tensor:
     return q.unflatten(1, (heads, q.shape[1] // heads))
 
 
+def scaled_queries(q: Tensor, heads: int, scale: float | None) -> Tensor:
+    """The same, as they are multiplied with keys; for choices, which carry no gradient."""
+    return group_heads(q.detach(), heads) * query_scale(q, scale)
+
+
 def softmax_weights(scores: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
     """softmax over the last axis where `seen`; all zeros where nothing is seen."""
     if seen is None:

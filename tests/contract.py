@@ -22,8 +22,9 @@ is below half of 1e-5 the movement is not measured: it could only allow more.
 
 bf16 (autocast) is judged in the same way, with a rounding of 2^-8. Its memory is fp32 and does not round from token to
 token, so the draws are all the rounding there is: 2e-2 is allowed, or twice the movement where that is more.
-Assignments to a cluster are not continuous, nor is what `keydiff` and `knorm` keep; the keys are off before the control
-sees them, so a draw measures what another choice changes. docs/numerics.md says why, and how to run one vector width.
+Assignments to a cluster are not continuous, nor is what `keydiff`, `knorm` and `tova` keep; keys and queries are off
+before the control sees them, so a draw measures what another choice changes. docs/numerics.md says why, and how to run
+one vector width.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from abc_attn import CONTROLS, BoundedAttention, State, attention, core
+from abc_attn import CONTROLS, BoundedAttention, Control, State, attention, core
 from abc_attn.kernels import BACKENDS, describe_backends, native
 
 SLOTS = (1, 5, 8, 64)
@@ -66,6 +67,9 @@ class Case(NamedTuple):
     def __hash__(self) -> int:
         return hash(str(self))
 
+    def parts(self) -> list[type[Control]]:
+        return [CONTROLS[part.split(":")[0]] for part in self.control.split("+")]
+
 
 VARIANTS = [
     Case("mlp:{n}", {"activation": "relu"}),
@@ -84,6 +88,7 @@ VARIANTS = [
     Case("rfa:{n}", {"floor": 3.0}),
     Case("keydiff:{n}", {"block": 3}),
     Case("knorm:{n}", {"block": 4}),
+    Case("tova:{n}", {"block": 3}),
 ]
 COMPOSITIONS = [
     Case("window:{n}+mlp:{n}"),
@@ -97,6 +102,9 @@ COMPOSITIONS = [
     Case("window:{n}+keydiff:{n}", {"block": 4}),
     Case("global:3+window:5+keydiff:{n}", {"block": 3}),
     Case("global:2+window:{n}+knorm:3+random:{n}", {"block": 2}),
+    Case("window:{n}+tova:{n}", {"block": 4}),
+    Case("global:3+window:5+tova:{n}", {"block": 3}),
+    Case("global:2+window:{n}+tova:3+random:{n}", {"block": 2}),
 ]
 NAMED = [Case(name if name in ("softmax", "elu") else f"{name}:{{n}}") for name in CONTROLS]
 GATED = [
@@ -105,7 +113,8 @@ GATED = [
     if "gate" in CONTROLS[name].options()
 ]
 CASES = [*NAMED, *GATED, *VARIANTS, *COMPOSITIONS]
-CAUSAL = [case for case in CASES if all(CONTROLS[part.split(":")[0]].online for part in case.control.split("+"))]
+CAUSAL = [case for case in CASES if all(control.online for control in case.parts())]
+ENCODING = [case for case in CASES if not any(control.sees_queries for control in case.parts())]
 
 
 def build(
@@ -131,7 +140,7 @@ def accepted(case: Case) -> list[int]:
     found = []
     for n in SLOTS if "{n}" in case.control else (1,):
         try:
-            build(case, n, causal=False)
+            build(case, n, causal=case not in ENCODING)
             found.append(n)
         except ValueError as refusal:
             if "slots" not in str(refusal):

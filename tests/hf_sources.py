@@ -34,6 +34,20 @@ SLOTS = {"elu": None, "dpfp": None, "dilated": 4, "linformer": 6, "rfa": 6, "sof
 ONLINE = [name for name, control in CONTROLS.items() if control.online and control.__module__.startswith("abc_attn")]
 SPECS = [(name, SLOTS.get(name, 5), {}) for name in ONLINE]
 SPECS += [("window:3+mlp:4", None, {"gate": True}), ("global:2+window:4", None, {}), ("mlp", 4, {"activation": "relu"})]
+Spec = tuple[str, int | None, dict[str, Any]]
+
+
+def specs_of(cls: type) -> list[Spec]:
+    """SPECS as they suit a class: a control that decides by queries is for causal self-attention alone."""
+    where = {"where": "self"} if cls.config_class.is_encoder_decoder else {}
+    by_queries = {name for name in ONLINE if CONTROLS[name].sees_queries}
+    return [
+        (name, slots, options | where if name in by_queries else options)
+        for name, slots, options in SPECS
+        if cls in BODIES or name not in by_queries
+    ]
+
+
 # Families whose attention takes the way of Llama's or BART's through our code: `make test` runs some controls on them,
 # and `make test-nightly` all.
 ALIKE = ("Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma3Text", "GPTNeoX", "OPT")
@@ -44,7 +58,7 @@ BODIES_AND_SPECS = [
         id=f"{cls.__name__}-{spec[0]}-{'-'.join(spec[2])}",
     )
     for cls in BODIES
-    for spec in SPECS
+    for spec in specs_of(cls)
 ]  # fmt: skip
 # Of those that are trained: encoders too, one that fills in words and one that classifies.
 TRAINED = [*BODIES, transformers.BertForMaskedLM, transformers.RobertaForSequenceClassification]

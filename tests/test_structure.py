@@ -53,6 +53,7 @@ WHOLE_MODELS = {
     "translators.py",
     "encoders.py",
     "needles.py",
+    "pressed.py",
     "recall.py",
 }  # of the benchmarks, imported when one needs them
 

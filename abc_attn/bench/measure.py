@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
+from abc_attn.controls.gates import starting_logits
 from abc_attn.kernels import BACKENDS
 from abc_attn.memory_limit import FLOAT, free_bytes, in_words
 from abc_attn.normaliser import log_sigmoid
@@ -38,6 +39,7 @@ REPETITION = 0.02  # seconds: calls quicker than this are timed several at a tim
 WARM = 0.5  # seconds: calls quicker than this are made once, untimed, before each repetition
 SGEMM_SIZE = 2048  # large enough for the full rate
 BASELINES = ("sdpa", "eager")
+HALF_LIFE, EXPONENT = 512.0, 8.0  # of gates for slots, as they are by default
 GATES = ("head", "slot", "slots")  # mlp with gate="head", with gate="slot", and the control `slots`
 
 
@@ -88,8 +90,8 @@ def _decide(work: Work, control: Tensor, *gate: Tensor) -> tuple[Tensor | None, 
         case "head":
             return control, log_sigmoid(gate[0])
         case "slot":
-            return control, log_sigmoid(gate[0], 8.0)
-    return None, log_sigmoid(control, 8.0)  # slots
+            return control, log_sigmoid(gate[0], EXPONENT)
+    return None, log_sigmoid(control, EXPONENT)  # slots
 
 
 def _linformer(work: Work, q: Tensor, k: Tensor, v: Tensor, control: Tensor) -> Tensor:
@@ -133,8 +135,14 @@ def make_inputs(work: Work) -> tuple[list[Tensor], Tensor]:
         inputs.append(torch.randn(1, 1, work.tokens, work.slots or 0, generator=generator) * work.tokens**-0.5)
     elif work.ours:
         inputs.append(torch.randn(*shape[:3], work.slots or 0, generator=generator))
-    if work.gate in ("head", "slot"):
-        inputs.append(torch.randn(*shape[:3], 1 if work.gate == "head" else work.slots or 0, generator=generator) + 3)
+    # Gates are as a layer starts them: some slots forget within a token, which is what costs most.
+    if work.gate == "head":
+        start = torch.linspace(2.0, 6.0, work.heads)[:, None, None]
+        inputs.append(torch.randn(*shape[:3], 1, generator=generator) + start)
+    elif work.gate:
+        start = starting_logits(work.slots or 0, HALF_LIFE, EXPONENT).float()
+        logit = torch.randn(*shape[:3], work.slots or 0, generator=generator) + start
+        inputs = [*inputs, logit] if work.gate == "slot" else [q, k, v, logit]
     return [x.requires_grad_(work.backward) for x in inputs], d_out
 
 

@@ -75,16 +75,28 @@ def read(model: PreTrainedModel, tokens: Sequence[int], cache: Any) -> Iterator[
 
 
 @torch.inference_mode()
-def recalls(model: PreTrainedModel, needles: Needles) -> dict[int, bool]:
-    """By depth, whether the greedy answer is right, every digit of it."""
-    cache = new_cache(model)
-    for chunk in torch.tensor([needles.text]).split(READ, dim=1):
-        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+def recalls(model: PreTrainedModel, needles: Needles, cache: Any = None) -> dict[int, bool]:
+    """By depth, whether the greedy answer is right, every digit of it.
+
+    `cache` has read the text already, and may have dropped some of it since.
+    """
+
+    def positions(ids: Tensor) -> dict[str, Tensor]:
+        """Where the question stands: after the text, whatever the cache still holds of it."""
+        place = torch.arange(ids.shape[1]) + len(needles.text)
+        return {"position_ids": place[None]} if given else {}
+
+    given = cache is not None
+    if not given:
+        cache = new_cache(model)
+        for chunk in torch.tensor([needles.text]).split(READ, dim=1):
+            model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
     right = {}
     for depth, asked, answer in needles.questions:
         # Greedy decoding gives the answer if and only if each of its tokens is the likeliest after those before it.
         own = copy.deepcopy(cache) if len(needles.questions) > 1 else cache
-        logits = model(torch.tensor([[*asked, *answer[:-1]]]), past_key_values=own, use_cache=True).logits[0]
+        ids = torch.tensor([[*asked, *answer[:-1]]])
+        logits = model(ids, past_key_values=own, use_cache=True, **positions(ids)).logits[0]
         right[depth] = logits[len(asked) - 1 :].argmax(-1).tolist() == answer
     return right
 

@@ -1,13 +1,13 @@
 """The benchmark `recall`: what a converted model still knows of a long text, and the bytes that it takes.
 
-At equal rows of memory: exact attention, sinks and a window, and the controls that keep what matters beside them.
+At equal rows of memory: exact attention, sinks and a window, the controls that keep what matters beside them, and
+kvpress, whose rules keep as many rows once the whole prompt is there.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from abc_attn.bench import needles
 from abc_attn.bench.measure import peak_of_process
+from abc_attn.bench.pressed import PRESSES, missing, read_pressed
 from abc_attn.bench.report import facts_of, load_average, megabytes, save_files
 from abc_attn.hf import convert, state_bytes
 from abc_attn.hf.models import BOUNDED
@@ -32,7 +32,7 @@ from abc_attn.progress import Progress
 SINKS, BLOCK = 4, 64
 WRITTEN = 16  # tokens written after the prompt, where bytes are measured
 REPEATED = 1024  # tokens of the passage that is read again and again
-FULL, LEARNED, KVPRESS = "full", "learned", "kvpress keydiff"
+FULL, LEARNED, KVPRESS = "full", "learned", "kvpress"
 PARTS = ("needles", "perplexity", "bytes")
 
 Result = dict[str, Any]
@@ -50,6 +50,7 @@ def controls(rows: int) -> dict[str, str | None]:
         "window": f"global:{SINKS}+window:{rows - SINKS}",
         "keydiff": f"{beside}+keydiff:{kept}",
         "knorm": f"{beside}+knorm:{kept}",
+        "tova": f"{beside}+tova:{kept}",
     }
 
 
@@ -70,12 +71,16 @@ def run_recall(source: Source, book: str, options: dict[str, Any], output: Path 
     chosen = {name: compared[name] for name in compared if name in options["methods"]}
     if options["learned"] is not None:
         compared[LEARNED] = chosen[LEARNED] = _check_learned(options["learned"], original, options["rows"])
+    rules = [name for name in PRESSES if name in chosen] or [*PRESSES]
+    reason = missing() if KVPRESS in options["methods"] else None
+    presses = [f"{KVPRESS} {rule}" for rule in rules if KVPRESS in options["methods"] and not reason]
     if "needles" in parts or "perplexity" in parts:
-        results += _quality(original, tokenizer, tokens, chosen, options)
+        results += _quality(original, tokenizer, tokens, chosen, presses, options)
     if "bytes" in parts:
-        results += _bytes(original, tokens, chosen, options)
+        results += _bytes(original, tokens, chosen, presses[:1], options)
     facts |= {"load_average_end": load_average(), "seconds": round(time.monotonic() - started, 1)}
     report = {"benchmark": "recall", "provenance": facts, "controls": compared, "results": results}
+    report |= {"note": f"skipped: {reason}"} if reason else {}
     page = tables(report)
     print(page)
     if output is not None:
@@ -83,23 +88,34 @@ def run_recall(source: Source, book: str, options: dict[str, Any], output: Path 
 
 
 def _quality(
-    original: PreTrainedModel, tokenizer: Any, book: list[int], chosen: dict[str, str | None], options: dict[str, Any]
+    original: PreTrainedModel,
+    tokenizer: Any,
+    book: list[int],
+    chosen: dict[str, str | None],
+    presses: list[str],
+    options: dict[str, Any],
 ) -> list[Result]:
     texts = [*_needles(tokenizer, book, options)] if "needles" in options["parts"] else []
     of_book = book[: options["book_tokens"]]
     read = {"book": of_book, "repeated": (of_book[:REPEATED] * 4)[: options["book_tokens"]]}
     read = read if "perplexity" in options["parts"] else {}
     results: list[Result] = []
-    with Progress("bench recall", len(chosen) * (len(texts) + len(read))) as progress:
-        for name, control in chosen.items():
-            learned = name == LEARNED
-            model = _learned(options[LEARNED]) if learned else _converted(original, control, options["positions"])
+    steps = len(chosen) * (len(texts) + len(read)) + len(presses) * len(texts)
+    with Progress("bench recall", steps) as progress:
+
+        def ask(name: str, model: PreTrainedModel, press: str | None = None) -> None:
             for length, text in texts:
-                for depth, right in needles.recalls(model, text).items():
+                cache = None if press is None else read_pressed(model, press, options["rows"], text.text)
+                for depth, right in needles.recalls(model, text, cache).items():
                     results.append(
                         {"method": name, "kind": text.kind, "length": length, "depth": depth, "right": right}
                     )
                 progress(f"{name}, {text.kind} in {length:,} tokens")
+
+        for name, control in chosen.items():
+            learned = name == LEARNED
+            model = _learned(options[LEARNED]) if learned else _converted(original, control, options["positions"])
+            ask(name, model)
             for kind, tokens in read.items():
                 losses = needles.loss_by_token(model, tokens)
                 later = losses[REPEATED if kind == "repeated" else options["rows"] :]
@@ -108,6 +124,8 @@ def _quality(
                 progress(f"{name}, perplexity of {kind} text")
             del model
             gc.collect()
+        for name in presses:  # no perplexity: a press acts once, after a prompt
+            ask(name, original, name.removeprefix(f"{KVPRESS} "))
     return results
 
 
@@ -125,7 +143,7 @@ def _needles(tokenizer: Any, book: list[int], options: dict[str, Any]) -> Iterab
 def _converted(original: PreTrainedModel, control: str | None, positions: str) -> PreTrainedModel:
     if control is None:
         return original
-    options: dict[str, Any] = {"block": BLOCK} if "keydiff" in control or "knorm" in control else {}
+    options: dict[str, Any] = {"block": BLOCK} if any(rule in control for rule in PRESSES) else {}
     return convert(copy.deepcopy(original), control, positions=positions, **options).eval()
 
 
@@ -151,10 +169,13 @@ def _check_learned(folder: Path, original: PreTrainedModel, rows: int) -> str:
 
 
 def _bytes(
-    original: PreTrainedModel, book: list[int], chosen: dict[str, str | None], options: dict[str, Any]
+    original: PreTrainedModel,
+    book: list[int],
+    chosen: dict[str, str | None],
+    presses: list[str],
+    options: dict[str, Any],
 ) -> list[Result]:
-    methods = [name for name in chosen if name != "knorm"]
-    methods += [KVPRESS] if "keydiff" in chosen else []
+    methods = [*(name for name in chosen if name != "knorm"), *presses]  # knorm has the memory of keydiff
     results: list[Result] = []
     with (
         TemporaryDirectory() as folder,
@@ -164,33 +185,18 @@ def _bytes(
         for name in methods:
             for length in options["lengths"]:
                 result: Result = {"method": name, "kind": "bytes", "length": length}
-                missing = _missing() if name == KVPRESS else None
-                if missing:
-                    result["note"] = f"skipped: {missing}"
+                tokens = book[:length]
+                made = (Path(folder), chosen.get(name)) if name != LEARNED else (options[LEARNED], None)
+                given = (made[0], name, made[1], options["positions"], options["rows"], tokens)
+                state = Path(folder) / "state-bytes"
+                result["peak_bytes"] = peak_of_process(_ready, *given, state)
+                if result["peak_bytes"] is None:
+                    result["note"] = "the process that measures memory was killed"
                 else:
-                    tokens = book[:length]
-                    made = (Path(folder), chosen.get(name)) if name != LEARNED else (options[LEARNED], None)
-                    given = (made[0], name, made[1], options["positions"], options["rows"], tokens)
-                    state = Path(folder) / "state-bytes"
-                    result["peak_bytes"] = peak_of_process(_ready, *given, state)
-                    if result["peak_bytes"] is None:
-                        result["note"] = "the process that measures memory was killed"
-                    else:
-                        result["state_bytes"], result["final_bytes"] = map(int, state.read_text().split())
+                    result["state_bytes"], result["final_bytes"] = map(int, state.read_text().split())
                 results.append(result)
                 progress(f"{name}, {length:,} tokens")
     return results
-
-
-def _missing() -> str | None:
-    """Why kvpress cannot be measured here."""
-    if importlib.util.find_spec("kvpress") is None:
-        return "kvpress is not installed (pip install kvpress)"
-    try:
-        import kvpress  # noqa: F401
-    except Exception as error:  # it needs other packages, of versions of its own
-        return f"kvpress cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
-    return None
 
 
 def _ready(
@@ -198,13 +204,18 @@ def _ready(
 ) -> Callable[[], object]:
     """The call reads the text and writes some tokens; the most bytes of state, and those at the end, go to a file."""
     model = _converted(load_model(folder).float(), control, positions)
-    run = _pressed if name == KVPRESS else _chunked
-    run(model, rows, tokens[: needles.READ + 1])  # threads are started and libraries loaded before the measurement
-    return lambda: said.write_text("{} {}".format(*run(model, rows, tokens)))
+
+    def run(tokens: list[int]) -> tuple[int, int]:
+        if name.startswith(KVPRESS):
+            return _pressed(model, name.removeprefix(f"{KVPRESS} "), rows, tokens)
+        return _chunked(model, tokens)
+
+    run(tokens[: needles.READ + 1])  # threads are started and libraries loaded before the measurement
+    return lambda: said.write_text("{} {}".format(*run(tokens)))
 
 
 @torch.inference_mode()
-def _chunked(model: PreTrainedModel, rows: int, tokens: list[int]) -> tuple[int, int]:
+def _chunked(model: PreTrainedModel, tokens: list[int]) -> tuple[int, int]:
     cache, most = needles.new_cache(model), 0
     last = [[3]] * WRITTEN
     for chunk in [*torch.tensor([tokens]).split(needles.READ, dim=1), *map(torch.tensor, ([token] for token in last))]:
@@ -214,14 +225,8 @@ def _chunked(model: PreTrainedModel, rows: int, tokens: list[int]) -> tuple[int,
 
 
 @torch.inference_mode()
-def _pressed(model: PreTrainedModel, rows: int, tokens: list[int]) -> tuple[int, int]:
-    """kvpress compresses a layer after its whole prompt is there: the prompt goes in at once."""
-    from kvpress import KeyDiffPress
-
-    cache = DynamicCache()
-    ids = torch.tensor([tokens])
-    with KeyDiffPress(compression_ratio=max(0.0, 1 - rows / len(tokens)))(model):
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+def _pressed(model: PreTrainedModel, rule: str, rows: int, tokens: list[int]) -> tuple[int, int]:
+    cache = read_pressed(model, rule, rows, tokens)
     most = bytes_of(cache)
     for place in range(len(tokens), len(tokens) + WRITTEN):
         where = torch.tensor([[place]])
@@ -278,8 +283,10 @@ def tables(report: dict[str, Any]) -> str:
             + [each.get("note", "")]
             for each in held
         ]
-        head = ["method", "tokens", "most state seen", "state at the end", "peak of the process", "note"]
+        head = ["method", "tokens", "most state between calls", "state at the end", "peak of the process", "note"]
         parts.append("bytes beyond the weights, over prompt and decoding\n\n" + _table(head, lines))
+    if "note" in report:
+        parts.append(report["note"])
     names = ", ".join(f"{name}: `{control}`" for name, control in report["controls"].items() if control)
     parts.append(
         f"{names}.\n`{facts['command']}`, {facts['date']}, {facts['cpu']}, {facts['threads']} threads, commit "

@@ -6,7 +6,6 @@ A control decides what each token writes (`Write`); it never touches the memory.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 
 from abc_attn import control_names
 from abc_attn.checks import check_inner_like
-from abc_attn.core import Band, Keep, Mean, Memory, Table, Write, memory_dtype
+from abc_attn.controls.gates import Gate
+from abc_attn.core import Band, Keep, Mean, Memory, Table, Write
 from abc_attn.memory_limit import FLOAT, check_fits
-from abc_attn.normaliser import log_sigmoid
 from abc_attn.plugins import load_entry_points
 
 InnerState = tuple[Tensor, ...] | None
@@ -46,6 +45,7 @@ class Control(nn.Module):
     holds_tokens: bool = False  # keeps single tokens for good ...
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
     sees_memory: bool = False  # `forward` takes the memory before the call as well
+    sees_queries: bool = False  # ... and the queries of the tokens, which only causal self-attention has
     follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
 
     name: str = ""  # as registered
@@ -65,6 +65,8 @@ class Control(nn.Module):
                 f"{self.title()} cannot be causal: its phi depends on the whole sequence. "
                 f"Use it with causal=False, or one of: {able}"
             )
+        if self.sees_queries and not causal:
+            raise ValueError(f"{self.title()} must be causal: it decides by the queries of the tokens that it writes")
         self.slots, self.causal = slots, causal
         self.embed_dim = at_least(1, embed_dim=embed_dim)
         self.num_heads = at_least(1, num_heads=num_heads)
@@ -80,7 +82,8 @@ class Control(nn.Module):
         """What tokens x `b t D` with keys k `b h t d` write, after those that left `state`; and the new state.
 
         key_padding_mask `b t` is True at padding, which must not count in anything that is normalised or carried on.
-        With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x.
+        With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x; with
+        `sees_queries` another, by name: the tokens' queries `q` `b h g t d`, scaled, g of them for each key head.
         """
         raise NotImplementedError
 
@@ -107,9 +110,13 @@ class Control(nn.Module):
         return 0 if held is None else held.sinks
 
     def choose(
-        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
         """... and its choices: see keeping.py."""
+        raise NotImplementedError
+
+    def look(self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """... and, with `sees_queries`, what it notes as queries read its rows: see keeping.py."""
         raise NotImplementedError
 
     def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
@@ -331,61 +338,6 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-class Gate(nn.Linear):
-    """The logit of g_t = sigmoid(w x_t + bias), one per head and token: how much of the memory is kept (section 4)."""
-
-    def __init__(self, control: Control) -> None:
-        super().__init__(control.embed_dim, control.num_heads)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        # From the start the heads forget over about 8 to 400 tokens; at sigmoid(0) they would all forget over two.
-        with torch.no_grad():
-            self.bias.copy_(torch.linspace(2.0, 6.0, self.out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mT[..., None]  # b h t 1
-
-    def log_keep(self, x: Tensor) -> Tensor:
-        """log g, `b h t 1`."""
-        logit = self(x)
-        return log_sigmoid(logit.to(memory_dtype(logit)))
-
-    def apply_to(self, write: Write, x: Tensor, causal: bool) -> Write:
-        """phi -> (1 - g) phi, and g decays what was there; a memory that is read as a whole has no order to forget."""
-        log_keep = self.log_keep(x)
-        phi = -log_keep.expm1() * write.phi
-        if not causal:
-            return write._replace(phi=phi)
-        log_keep = log_keep.expand(-1, -1, -1, write.phi.shape[-1])
-        log_decay = log_keep if write.log_decay is None else log_keep + write.log_decay
-        return Write(phi, log_decay, write.readable)
-
-
-class SlotGate(nn.Linear):
-    """How much of each slot token t keeps: f_t = sigmoid(W x_t + b)^(1/exponent).
-
-    b is such that the slots of a head start with half-lives from 1 token to `half_life`, evenly on a logarithmic scale.
-    The exponent makes one step of training change long half-lives as much as short ones.
-    """
-
-    def __init__(self, control: Control, half_life: float, exponent: float) -> None:
-        self.slots, self.half_life, self.exponent = control.slots, half_life, exponent
-        super().__init__(control.embed_dim, control.num_heads * control.slots)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.in_features**-0.5)
-        lives = torch.logspace(0, math.log2(self.half_life), self.slots, base=2, dtype=torch.float64)
-        kept = 2 ** (-self.exponent / lives)  # f^exponent
-        with torch.no_grad():
-            self.bias.copy_(torch.logit(kept).repeat(self.out_features // self.slots))
-
-    def log_keep(self, x: Tensor) -> Tensor:
-        """log f, `b h t n`."""
-        logit = self(x).unflatten(-1, (-1, self.slots)).transpose(1, 2)
-        return log_sigmoid(logit.to(memory_dtype(logit)), self.exponent)
-
-
 class Gated(Control):
     """A control with `gate=True`: the memory also forgets, at a rate each token decides (section 4)."""
 
@@ -460,6 +412,7 @@ class Composition(Control):
         self.linear, self.floor = first.linear, max(part.floor for part in parts)
         self.mask_empty = any(part.mask_empty for part in parts)
         self.sees_memory = any(part.sees_memory for part in parts)
+        self.sees_queries = any(part.sees_queries for part in parts)
         self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
@@ -472,6 +425,7 @@ class Composition(Control):
         key_padding_mask: Tensor | None,
         state: InnerState,
         memory: Memory | None = None,
+        q: Tensor | None = None,
     ) -> tuple[Write, InnerState]:
         states = self._of_parts(state or ())
         decided: list[tuple[Write, InnerState]] = []
@@ -480,11 +434,12 @@ class Composition(Control):
         for part, own in zip(self.parts, states, strict=True):
             rows = slice(row, row := row + part.rows)
             seen = (Memory(*(x[:, :, rows] for x in memory)),) if part.sees_memory and memory is not None else ()
+            asks = {"q": q} if part.sees_queries else {}
             if held is None or not part.skips_held:
-                write, own = part(x, k, key_padding_mask, own, *seen)
+                write, own = part(x, k, key_padding_mask, own, *seen, **asks)
             else:  # to this part a held token is as good as padding
                 left_out = held if key_padding_mask is None else held | key_padding_mask
-                write, own = part(x, k, left_out, own, *seen)
+                write, own = part(x, k, left_out, own, *seen, **asks)
                 write = _silence(write, left_out)
             decided.append((write, own))
             if part.holds_tokens:
@@ -519,6 +474,9 @@ class Composition(Control):
 
     def choose(self, *given: Any) -> tuple[Table, tuple[Tensor, ...]]:
         return [*self.parts][-1].choose(*given)
+
+    def look(self, *given: Any) -> tuple[Tensor, ...]:
+        return [*self.parts][-1].look(*given)
 
     def chosen(self, x: Tensor, query: Tensor) -> Tensor | None:
         match [*self.parts], [part.band() for part in self.parts]:

@@ -3,11 +3,12 @@
 Decisions fall as tokens B, 2B, 3B, ... of the text arrive, whatever the calls are. At token c B those before c B - w
 have left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that
 it was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows,
-full just before a decision.
+full just before a decision. What a token is worth is said by its key, or by the queries since the last decision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from abc_attn.checks import check_count
 from abc_attn.controls.base import Control, InnerState, at_least, register_control, whole
-from abc_attn.core import Keep, Memory, Table, Write, full_precision, has_values
+from abc_attn.core import Keep, Memory, Table, Write, full_precision, has_values, softmax_weights
 
 PIECE = 512  # tokens that are decided about at once: scores of all against all decisions would grow with the square
 _NEVER = torch.iinfo(torch.int64).min
@@ -23,7 +24,10 @@ _PLACES = 2**44  # more than a text has tokens; what is left of 64 bits is for s
 
 
 class Keeping(Control):
-    """A control whose rows hold single tokens: the last ones, and m of the others, chosen by their keys."""
+    """A control whose rows hold single tokens: the last ones, and m of the others, chosen by what they are worth.
+
+    That is said by `judge`, from the keys; or, with `sees_queries`, by `look` and `judge_rows`.
+    """
 
     mask_empty = True
     skips_held = True
@@ -58,23 +62,32 @@ class Keeping(Control):
         return count, torch.full((batch, heads, self.rows), -1, dtype=torch.int64, device=like.device)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState, memory: Memory
+        self,
+        x: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        state: InnerState,
+        memory: Memory,
+        q: Tensor | None = None,
     ) -> tuple[Write, InnerState]:
         assert state is not None
         t, real, keys = k.shape[2], None, k.detach().to(memory.k.dtype)
+        q = None if q is None else q.to(memory.k.dtype)
         count, tokens = state[0], torch.full_like(state[0], t)
         if key_padding_mask is not None:  # the real tokens to the front, in order
             real = (~key_padding_mask).cumsum(1)
             tokens = real[:, -1]
             order = key_padding_mask.sort(dim=1, stable=True).indices
             keys = keys.take_along_dim(order[:, None, :, None], 2)
+            q = None if q is None else q.take_along_dim(order[:, None, None, :, None], 3)
         phi, freed = [], []
         stored = memory.k.detach()
         for start in range(0, t, PIECE):
             new = keys[:, :, start : start + PIECE]
             before = count + tokens.clamp(max=start)
             end = count + tokens.clamp(max=start + new.shape[2])
-            table, state = self.choose(stored, new, before, end, state)
+            asks = None if q is None else q[:, :, :, start : start + PIECE]
+            table, state = self.choose(stored, new, before, end, state, asks)
             both = torch.cat([stored, new], dim=2)
             stored = both.take_along_dim(table.source[:, :, -1, :, None], 2)
             # Token j enters the row that holds it at the end of its block; with the first of a block, rows become free.
@@ -95,14 +108,15 @@ class Keeping(Control):
 
     @torch.no_grad()
     def choose(
-        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...]
+        self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
         """Which token each row holds, block by block, as new keys k `b h t d` come to those `stored` `b h n d`.
 
         Places count the control's own tokens: the first new one has the place `before` `b` (negative: not yet one of
-        them), those up to `end` are real.
+        them), those up to `end` are real. With `sees_queries` the new tokens have queries q `b h g t d`.
         """
-        _, place, *others = state
+        _, place, *rest = state
+        others: Sequence[Tensor] = rest
         rows, size, new = self.rows, self.block, k.shape[2]
         first_block = before // size  # b
         blocks = (new + size - 2) // size + 1
@@ -116,7 +130,7 @@ class Keeping(Control):
         left = starts[:, :1] - self.window - size  # b 1   the first place that may leave the window
         line = self._line(place, source, before, left[:, 0], self.window + (blocks + 1) * size, new - 1)
         worth: Tensor | None = None
-        if any(any_decides):
+        if any(any_decides) and q is None:
             with full_precision(k):
                 worth, others = self.judge(keys, line[..., : blocks * size], decides, left, others)
         sources, places, freed = [], [], []
@@ -124,11 +138,13 @@ class Keeping(Control):
             start = starts[:, i, None, None]
             gone = torch.zeros_like(place, dtype=torch.bool)
             if any_decides[i]:
-                assert worth is not None
+                if worth is None:
+                    of_row, others = self.judge_rows(place, start, decides[:, i, None, None], others)
+                else:
+                    of_row = worth[..., min(i, worth.shape[-1] - 1)].take_along_dim(source, 2)
                 competes = (place >= 0) & (place < start - self.window) & decides[:, i, None, None]
                 # On a tie the later token stays: then no two are equal.
-                score = worth[..., min(i, worth.shape[-1] - 1)].take_along_dim(source, 2) * _PLACES + place
-                score = score.masked_fill(~competes, _NEVER)
+                score = (of_row * _PLACES + place).masked_fill(~competes, _NEVER)
                 gone = competes & (score < score.topk(self.slots, dim=-1).values[..., -1:])
                 place = place.masked_fill(gone, -1)
             begin = torch.maximum(start, before[:, None, None]).clamp(min=0)
@@ -140,6 +156,13 @@ class Keeping(Control):
             sources.append(source)
             places.append(place)
             freed.append(gone)
+            if q is not None:
+                at = starts[:, i, None] + torch.arange(size, device=k.device)  # b B   the block's own queries
+                nth = (at - before[:, None]).clamp(0, new - 1)
+                at = torch.where((at >= before[:, None]) & (at < end[:, None]), at, -1)
+                with full_precision(k):
+                    asks = q.take_along_dim(nth[:, None, None, :, None], 3)
+                    others = self.look(asks, keys.take_along_dim(source[..., None], 2), place, at, others)
         stacked = [torch.stack(part, dim=2) for part in (sources, places, freed)]
         return Table(stacked[0], stacked[1], stacked[2], line), (end.clamp(min=0), place, *others)
 
@@ -156,13 +179,23 @@ class Keeping(Control):
         return torch.where(new >= 0, self.rows + new.clamp(max=last), line)
 
     def judge(
-        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """How much each of `keys` `b h s d` is worth, as whole numbers `b h s c`, at each decision (or `b h s 1`); and
         what the control keeps beside the places.
 
         Decision i is about those that stayed and, new among them, tokens i B to (i + 1) B of `line`; `left` is the
         place of the first of these.
+        """
+        raise NotImplementedError
+
+    def judge_rows(
+        self, place: Tensor, start: Tensor, decides: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """How much each row is worth, as whole numbers `b h n`, at the decision that falls at the place `start`
+        `b 1 1`, by what `look` has noted; and what it has noted afterwards, in the rows of the batch that decide.
+
+        The rows hold the tokens at `place` `b h n`.
         """
         raise NotImplementedError
 
@@ -192,8 +225,8 @@ class KeyDiff(Keeping):
         return *super().begin(batch, heads, like), total  # type: ignore[misc]
 
     def judge(
-        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         unit = torch.nn.functional.normalize(keys.double(), dim=-1)
         entering = unit.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))  # b h c B d
         place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
@@ -208,9 +241,46 @@ class KNorm(Keeping):
     """Keeps, of what leaves the window, the keys of least norm (Devoto et al. 2024)."""
 
     def judge(
-        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         return _grid(-keys.double().norm(dim=-1, keepdim=True).log2() * 1024), others
+
+
+@register_control("tova")
+class Tova(Keeping):
+    """Keeps, of what leaves the window, the tokens that the last queries attend to (after TOVA, Oren et al. 2024).
+
+    Causal only. The queries are those of the block before a decision; docs/maths.md says how it differs from TOVA.
+    """
+
+    sees_queries = True
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        attention = torch.zeros(batch, heads, self.rows, dtype=torch.float64, device=like.device)
+        return *super().begin(batch, heads, like), attention  # type: ignore[misc]
+
+    def look(self, q: Tensor, k: Tensor, place: Tensor, at: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The attention of this block's queries so far to each row `b h n`, and that of queries q `b h g t d` at the
+        places `at` `b t` (-1: none) to rows with keys k `b h n d`: a softmax over these rows, the mean over g heads."""
+        seen = (place[:, :, None] >= 0) & (place[:, :, None] <= at[:, None, :, None])  # b h t n
+        scores = (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])  # b h g t n
+        weights = softmax_weights(scores, seen[:, :, None], 0.0)
+        return (others[0] + weights.sum((2, 3), dtype=torch.float64) / q.shape[2],)
+
+    def judge_rows(
+        self, place: Tensor, start: Tensor, decides: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        (attention,) = others
+        readers = start - place.clamp(min=0).maximum(start - self.block)  # those of the block that came after it
+        return _grid((attention / readers).log2() * 4096), (attention.masked_fill(decides, 0),)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        count, place, attention = inner
+        queries = count - (count - 1).clamp(min=0) // self.block * self.block  # each gives 1 in all
+        fits = (attention.sum(-1) - queries[:, None]).abs() <= 1e-3 * self.block
+        if not bool((attention >= 0).all() and (attention.masked_select(place < 0) == 0).all() and fits.all()):
+            raise ValueError(f"this state's attention to rows is not that of the last queries of {self.title()}")
 
 
 def _grid(score: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.checks import check_log_total
-from abc_attn.controls.base import Control, Gate, InnerState, SlotGate, register_control
+from abc_attn.controls.base import Control, InnerState, register_control
+from abc_attn.controls.gates import Gate, SlotGate
 from abc_attn.core import Mean, Write, memory_dtype
 from abc_attn.normaliser import empty_total, log_sigmoid, running_mean
 

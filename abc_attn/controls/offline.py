@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from abc_attn.checks import check_count, check_log_total
-from abc_attn.controls.base import Control, Gate, InnerState, at_least, register_control, whole
+from abc_attn.controls.base import Control, InnerState, at_least, register_control, whole
+from abc_attn.controls.gates import Gate
 from abc_attn.controls.positional import count_positions
 from abc_attn.core import Mean, Write, full_precision, memory_dtype
 from abc_attn.normaliser import empty_total, log_forgotten, running_mean

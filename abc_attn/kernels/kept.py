@@ -7,7 +7,7 @@ piece are one batch of bands. Here is what all backends share: pieces of a long 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,7 @@ from abc_attn.core import (
     cast_memory,
     full_precision,
     has_values,
+    scaled_queries,
     working_dtype,
 )
 from abc_attn.kernels.banded import Place, Stretch, Token, first_tokens
@@ -34,8 +35,10 @@ from abc_attn.state import State
 PIECE = 512  # tokens at once: each block has a copy of what it reads
 
 Inner = tuple[Tensor, ...]
-# stored keys, new keys, the first new token's place, the last one's and the control's state -> rows, state
-Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Inner], tuple[Table, Inner]]
+# stored keys, new keys, the first new token's place, the last one's, the control's state and queries -> rows, state
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Inner, Tensor | None], tuple[Table, Inner]]
+# queries, keys of the rows, places of both and what the control notes of queries -> the same with these queries
+Look = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[Tensor]], Inner]
 
 
 def kept_attention(
@@ -49,12 +52,14 @@ def kept_attention(
     *,
     key_padding_mask: Tensor | None = None,
     to_sinks: Tensor | None = None,
+    look: Look | None = None,
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, State] | Declined:
     """What the control, whose decisions `choose` gives, and `scan` would give: outputs and state.
 
-    `to_sinks`, shaped as q, reads the sinks in the place of q. `in_place`: the memory of `state` may be written to.
+    `to_sinks`, shaped as q, reads the sinks in the place of q. `look`, of a control that decides by queries, is told
+    of each that reads a memory which nothing is decided about. `in_place`: the memory of `state` may be written to.
     """
     if not has_values(k):
         return Declined("where blocks begin is not known in a traced graph")
@@ -69,7 +74,7 @@ def kept_attention(
         to_sinks = None if to_sinks is None else cast(to_sinks, dtype)
         state = state._replace(memory=cast_memory(state.memory, dtype))
         if t == 1 and key_padding_mask is None and not _decides(keep, before):
-            answer = _step(q, to_sinks, k, v, keep, state, reading, in_place, backend)
+            answer = _step(q, to_sinks, k, v, keep, look, state, reading, in_place, backend)
             return answer if isinstance(answer, Declined) else (cast(answer[0], asked), answer[1])
         end, real = before + t, None
         if key_padding_mask is not None:  # the real tokens to the front, in order
@@ -84,7 +89,7 @@ def kept_attention(
             last = torch.minimum(end, before + stop)
             asks = None if to_sinks is None else to_sinks[:, :, part]
             piece = (q[:, :, part], asks, k[:, :, part], v[:, :, part])
-            found = _piece(*piece, keep, choose, state, last, reading, backend)
+            found = _piece(*piece, keep, choose, look is not None, state, last, reading, backend)
             if isinstance(found, Declined):
                 return found
             out, state = found
@@ -122,6 +127,7 @@ def _step(
     k: Tensor,
     v: Tensor,
     keep: Keep,
+    look: Look | None,
     state: State,
     reading: Reading,
     in_place: bool,
@@ -145,6 +151,9 @@ def _step(
     if isinstance(answer, Declined):
         return answer
     out, memory = answer
+    if look is not None:
+        asks = scaled_queries(q, k.shape[1], reading.scale)
+        others = [*look(asks, memory.k[:, :, sinks:].detach(), places, place[:, 0], others)]
     inner = ((end - sinks).clamp(min=0), places, *others)
     inner = (end.clone(), *inner) if sinks else inner
     return out, state._replace(memory=memory, inner=inner, length=end)
@@ -157,6 +166,7 @@ def _piece(
     v: Tensor,
     keep: Keep,
     choose: Choose,
+    by_queries: bool,
     state: State,
     end: Tensor,
     reading: Reading,
@@ -168,7 +178,9 @@ def _piece(
     memory, before = state.memory, state.length
     # 1. The rows of each block, by the control's decisions
     place = before - sinks
-    table, own = choose(memory.k[:, :, sinks:].detach(), k.detach(), place, end - sinks, _own(keep, state.inner))
+    asks_of = scaled_queries(q, k.shape[1], reading.scale) if by_queries else None
+    stored, inner = memory.k[:, :, sinks:].detach(), _own(keep, state.inner)
+    table, own = choose(stored, k.detach(), place, end - sinks, inner, asks_of)
     blocks, heads = table.place.shape[2], k.shape[1]
     start = (place // size + torch.arange(blocks, device=k.device)[:, None]).mT * size  # b c   where each block begins
     is_kept = (table.place >= 0) & (table.place < (start - window)[:, None, :, None])

@@ -11,6 +11,7 @@ from contract import (
     BF16,
     CASES,
     CAUSAL,
+    ENCODING,
     FORMS,
     SLOTS,
     TALLY,
@@ -37,6 +38,7 @@ from abc_attn.core import prepare, write_token
 from abc_attn.kernels import native_gate
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_encoding = pytest.mark.parametrize("case", ENCODING, ids=str)
 every_causal = pytest.mark.parametrize("case", CAUSAL, ids=str)
 # The decorator on top varies fastest: the forms of a case follow one another and share what is expected of it.
 in_every_form = pytest.mark.parametrize("form", as_parameters(FORMS), indirect=True)
@@ -52,9 +54,11 @@ def form(request, monkeypatch):
         yield request.param
 
 
-def skip_unless_online(case, causal):
+def skip_unless_able(case, causal):
     if causal and case not in CAUSAL:
         pytest.skip("not an online control")
+    if not causal and case not in ENCODING:
+        pytest.skip("a control for causal attention alone")
 
 
 # Every number of slots, of tokens below and above it, from nothing and from a state
@@ -105,7 +109,7 @@ def test_backend_is_the_reference(case, slots, form):
             judge(found, expected, form, where)
 
 
-@every_case
+@every_encoding
 def test_writing_all_at_once_is_the_loop(case, monkeypatch):
     """The non-causal memory is the one that the write rule leaves after the last token."""
 
@@ -228,7 +232,7 @@ def expected_of_padded(case, causal) -> Expected:
 @causal_or_not
 @every_case
 def test_padding_is_not_there(case, causal, form):
-    skip_unless_online(case, causal)
+    skip_unless_able(case, causal)
     attention = shared(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
     expected = expected_of_padded(case, causal)
     where = f"{case} {'causal' if causal else 'encoder'}"
@@ -277,7 +281,7 @@ def expected_from_nothing(case) -> Expected:
 @causal_or_not
 @every_case
 def test_rows_of_padding_give_zeros(case, causal, form):
-    skip_unless_online(case, causal)
+    skip_unless_able(case, causal)
     attention = shared(case, few(case), causal=causal, backend=form.backend, dtype=form.dtype)
     x = tokens(2, 12, form.dtype).requires_grad_()
     padding = torch.zeros(2, 12, dtype=torch.bool)
@@ -295,7 +299,7 @@ def test_rows_of_padding_give_zeros(case, causal, form):
 @causal_or_not
 @every_case
 def test_gradcheck(case, causal):
-    skip_unless_online(case, causal)
+    skip_unless_able(case, causal)
     attention = build(case, accepted(case)[0] if len(accepted(case)) == 1 else accepted(case)[1], causal=causal)
     padding = torch.tensor([[False] * 7, [True, True] + [False] * 5])
     x = tokens(2, 7).requires_grad_()
@@ -312,7 +316,7 @@ def test_gradcheck(case, causal):
 @causal_or_not
 @every_case
 def test_bf16_autocast(case, causal):
-    skip_unless_online(case, causal)
+    skip_unless_able(case, causal)
     for n in accepted(case):
 
         def run(backend, n=n):
@@ -329,7 +333,7 @@ def test_bf16_autocast(case, causal):
         assert state.memory.k.dtype == state.memory.v.dtype == state.memory.mass.dtype == torch.float32
 
 
-@every_case
+@every_encoding
 def test_cross_attention(case):
     """A context is written, then read by other queries; a state without context is only read."""
     attention = build(case, few(case), causal=False, context_dim=EMBED_CONTEXT)

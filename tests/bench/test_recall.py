@@ -13,7 +13,7 @@ from command_line import refused_in_one_line
 from gguf_file import TOKENS, write_gguf
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from abc_attn.bench import needles, recall
+from abc_attn.bench import needles, pressed, recall
 from abc_attn.cli import main
 from abc_attn.hf import convert
 
@@ -54,28 +54,32 @@ def test_all_controls_have_the_same_rows():
         recall.controls(100)
 
 
-def test_the_state_is_flat_and_keys_and_values_are_not(model):
-    bounded = recall._converted(model, recall.controls(138)["keydiff"], "slot")
-    sizes = {recall._chunked(bounded, 138, [3] * tokens) for tokens in (600, 1500)}
+@pytest.mark.parametrize("control", ["keydiff", "tova"])
+def test_the_state_is_flat_and_keys_and_values_are_not(model, control):
+    bounded = recall._converted(model, recall.controls(138)[control], "slot")
+    sizes = {recall._chunked(bounded, [3] * tokens) for tokens in (600, 1500)}
     assert len(sizes) == 1
-    assert recall._chunked(model, 138, [3] * 600)[0] < recall._chunked(model, 138, [3] * 1500)[0]
+    assert recall._chunked(model, [3] * 600)[0] < recall._chunked(model, [3] * 1500)[0]
 
 
 def test_the_command(file, tmp_path, capsys):
     options = ["--lengths", "200", "--depths", "50", "--texts", "1", "--rows", "138", "--book-tokens", "1100"]
-    options += ["--parts", "needles", "perplexity", "--methods", "full", "keydiff", "--output", str(tmp_path / "out")]
+    options += ["--parts", "needles", "perplexity", "--methods", "full", "keydiff", "tova"]
+    options += ["--output", str(tmp_path / "out")]
     assert main(["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *options]) == 0
     found = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert {each["kind"] for each in found["results"]} == {"pass key", "pairs", "book", "repeated"}
     assert found["controls"]["keydiff"] == "global:4+window:1+keydiff:69"
-    assert "| keydiff | 50 % | " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| keydiff | 50 % | " in said
+    assert "| tova | 50 % | " in said
     learned = tmp_path / "learned"
     assert main(["convert", str(file), str(learned), "--control", "global:4+keep:134", "--positions", "slot"]) == 0
     given = ["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *options, "--learned", str(learned)]
     assert main(given) == 0
     found = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert found["controls"]["learned"] == "global:4+keep:134"
-    assert {each["method"] for each in found["results"]} == {"full", "keydiff", "learned"}
+    assert {each["method"] for each in found["results"]} == {"full", "keydiff", "tova", "learned"}
     capsys.readouterr()
     refused_in_one_line([*given[:-1], str(tmp_path / "nothing")], "no saved model at", capsys)
     assert main([*given, "--rows", "200"]) == 2
@@ -86,3 +90,26 @@ def test_mistakes_are_found_before_work(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("short")
     given = ["bench", "recall", str(tmp_path / "nothing.gguf"), "--file", str(tmp_path / "book.txt")]
     refused_in_one_line(given, "no saved model at", capsys)
+
+
+def test_without_kvpress_the_page_says_so(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recall, "missing", lambda: "kvpress is not installed")
+    given = ["--lengths", "200", "--depths", "50", "--texts", "1", "--rows", "138", "--book-tokens", "1100"]
+    given += ["--parts", "needles", "--methods", "window", "kvpress"]
+    assert main(["bench", "recall", str(file), "--file", str(tmp_path / "book.txt"), *given]) == 0
+    assert "skipped: kvpress is not installed" in capsys.readouterr().out
+
+
+def test_kvpress_keeps_the_rows_that_it_is_given(model):
+    """Where it is installed (docs/huggingface.md): its own cache, with our versions of transformers."""
+    pytest.importorskip("kvpress")
+    text = torch.randint(3, len(TOKENS), (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    for rule in pressed.PRESSES:
+        cache = pressed.read_pressed(model, rule, 138, text)
+        assert [layer.keys.shape[2] for layer in cache.layers] == [138]
+        size = recall.bytes_of(cache)
+        most, last = recall._pressed(model, rule, 138, text)
+        assert last == most == size * (138 + recall.WRITTEN) / 138
+    question = needles.Needles("pass key", text, [needles.Question(50, text[:3], text[3:5])])
+    whole = pressed.read_pressed(model, "keydiff", 300, text)  # nothing is dropped: full attention
+    assert needles.recalls(model, question, whole) == needles.recalls(model, question)

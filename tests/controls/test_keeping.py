@@ -1,7 +1,8 @@
-"""`keydiff` and `knorm`: what they keep, by the rule written out token by token; and any split of a text."""
+"""`keydiff`, `knorm` and `tova`: what they keep, by the rule written out token by token; and any split of a text."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -26,10 +27,13 @@ def tokens(t: int, b: int = 1, seed: int = 1) -> torch.Tensor:
     return torch.randn(b, t, HEADS * WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def seen_by_hand(rule: str, keys: torch.Tensor, sinks: int, window: int, most: int, block: int) -> torch.Tensor:
-    """Which tokens each query of one head reads, `t t`, from its keys `t d`."""
+def seen_by_hand(
+    rule: str, keys: torch.Tensor, queries: torch.Tensor, sinks: int, window: int, most: int, block: int
+) -> torch.Tensor:
+    """Which tokens each query of one key head reads, `t t`, from its keys `t d` and queries `g t d`."""
     t = len(keys)
     seen, kept, waiting = torch.zeros(t, t, dtype=torch.bool), [], []
+    attention = {token: [] for token in range(t)}  # what the queries since the last decision have given to it
     mean, left = torch.zeros_like(keys[0]), 0
     for now in range(t):
         if now > sinks and (now - sinks) % block == 0:
@@ -41,9 +45,17 @@ def seen_by_hand(rule: str, keys: torch.Tensor, sinks: int, window: int, most: i
             worth = {token: -F.cosine_similarity(keys[token], mean, dim=0) for token in kept + out}
             if rule == "knorm":
                 worth = {token: -keys[token].norm() for token in kept + out}
+            if rule == "tova":
+                got = {token: sum(attention[token]) / len(attention[token]) for token in kept + out}
+                worth = {token: (round(4096 * math.log2(got[token])), token) for token in got}  # ties: the later
+            attention = {token: [] for token in range(t)}
             kept = sorted(kept + out, key=worth.__getitem__)[-most:]
         if now >= sinks:
             waiting.append(now)
+            own = kept + waiting
+            weights = (queries[:, now] @ keys[own].mT * keys.shape[1] ** -0.5).softmax(-1).mean(0)
+            for token, weight in zip(own, weights, strict=True):
+                attention[token].append(weight)
         seen[now, [*range(min(now + 1, sinks)), *kept, *waiting]] = True
     return seen
 
@@ -51,14 +63,26 @@ def seen_by_hand(rule: str, keys: torch.Tensor, sinks: int, window: int, most: i
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
     ("control", "sizes"),
-    [("keydiff:5", (0, 0, 5, 4)), ("global:3+window:6+keydiff:5", (3, 6, 5, 4)), ("window:3+knorm:4", (0, 3, 4, 7))],
+    [
+        ("keydiff:5", (0, 0, 5, 4)),
+        ("global:3+window:6+keydiff:5", (3, 6, 5, 4)),
+        ("window:3+knorm:4", (0, 3, 4, 7)),
+        ("tova:5", (0, 0, 5, 4)),
+        ("global:3+window:6+tova:5", (3, 6, 5, 4)),
+        ("window:3+tova:4", (0, 3, 4, 7)),
+    ],
 )
-def test_what_is_kept_by_the_rule(control, sizes, backend):
-    attn, x = attention(control, block=sizes[3], backend=backend), tokens(90)
+@pytest.mark.parametrize("heads", [HEADS, 1], ids=["", "grouped"])
+def test_what_is_kept_by_the_rule(control, sizes, heads, backend):
+    attn, x = attention(control, block=sizes[3], backend=backend, num_kv_heads=heads), tokens(90)
+    rule = control.split("+")[-1].split(":")[0]
     with torch.no_grad():
         q, k, v = (attn._heads(project(x)) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
-        seen = torch.stack([seen_by_hand("knorm" if "knorm" in control else "", keys, *sizes) for keys in k[0]])
+        by_key = q[0].unflatten(0, (heads, -1))
+        seen = torch.stack([seen_by_hand(rule, *pair, *sizes) for pair in zip(k[0], by_key, strict=True)])
         assert seen.sum(-1).max() == attn.control.rows  # never more than declared, and all of it is used
+        group = HEADS // heads
+        k, v, seen = (part.repeat_interleave(group, -3) for part in (k, v, seen))
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[None])
         y = attn(x)
         expected = attn.out_proj(expected.transpose(1, 2).flatten(2))
@@ -88,18 +112,22 @@ def check_splits(number: int, control: str, block: int, t: int, b: int = 1) -> N
                 assert same, (name, cuts)
 
 
-@pytest.mark.parametrize("control", ["global:2+window:4+keydiff:5", "window:4+knorm:5"])
+THREE = ["global:2+window:4+keydiff:5", "window:4+knorm:5", "global:2+window:4+tova:5"]
+
+
+@pytest.mark.parametrize("control", [*THREE, "tova:5"])
 def test_a_split_changes_nothing(control):
     check_splits(150, control, block=4, t=33)
 
 
-def test_a_split_inside_long_pieces_changes_nothing():
+@pytest.mark.parametrize("control", ["keydiff", "tova"])
+def test_a_split_inside_long_pieces_changes_nothing(control):
     assert PIECE == kept.PIECE  # tokens that are taken at once
-    check_splits(1, "global:4+window:20+keydiff:24", block=64, t=PIECE + 150)
+    check_splits(1, f"global:4+window:20+{control}:24", block=64, t=PIECE + 150)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("control", ["global:2+window:4+keydiff:5", "window:4+knorm:5"])
+@pytest.mark.parametrize("control", THREE)
 def test_ten_thousand_splits_change_nothing(control):
     check_splits(5_000, control, block=4, t=33)
 
@@ -114,9 +142,10 @@ def test_the_same_token_twice_is_a_tie_whatever_the_rounding():
     assert whole.inner[1].equal(nudged.inner[1])
 
 
-def test_rows_that_stand_at_different_places():
+@pytest.mark.parametrize("control", ["keydiff", "tova"])
+def test_rows_that_stand_at_different_places(control):
     """Rows of a batch of which one has padding decide at different tokens, also one at a time."""
-    attn, x = attention("global:2+window:4+keydiff:5", block=4), tokens(40, 2)
+    attn, x = attention(f"global:2+window:4+{control}:5", block=4), tokens(40, 2)
     padding = torch.zeros(2, 30, dtype=torch.bool)
     padding[1, :7] = True
     with torch.no_grad():
@@ -149,6 +178,21 @@ def test_names_and_sizes():
         make_control("window:8+knorm:8", **SIZES, gate=True)
     with pytest.raises(ValueError, match="block must be a whole number from 1, got 0"):
         make_control("knorm:8", **SIZES, block=0)
+    with pytest.raises(ValueError, match="control 'tova' must be causal: it decides by the queries"):
+        make_control("window:8+tova:8", **SIZES | {"causal": False})
+
+
+def test_attention_that_no_query_gave_is_refused(tmp_path):
+    attn = attention("global:2+window:4+tova:5", block=4)
+    with torch.no_grad():
+        state = attn(tokens(31), return_state=True)[1]
+        given = state.inner[-1]
+        assert error(given.sum(-1), torch.ones(1, HEADS, dtype=torch.float64)) <= 1e-12  # 29 of its own: 1 in the block
+        state._replace(inner=(*state.inner[:-1], given)).save(tmp_path / "state")
+        attn(tokens(1), state=State.load(tmp_path / "state"))
+        state._replace(inner=(*state.inner[:-1], given * 3)).save(tmp_path / "state")
+        with pytest.raises(ValueError, match="attention to rows is not that of the last queries of control 'tova'"):
+            attn(tokens(1), state=State.load(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("change", ["a place twice", "a place to come", "one place too many", "another row in use"])

@@ -145,7 +145,11 @@ def check_gradients(model, control):
 
 
 # Encoders: all that is learned or fixed, causal or not, and compositions.
-ENCODING = [(name, SLOTS.get(name, 5), {}) for name in CONTROLS if CONTROLS[name].__module__.startswith("abc_attn")]
+ENCODING = [
+    (name, SLOTS.get(name, 5), {})
+    for name, control in CONTROLS.items()
+    if control.__module__.startswith("abc_attn") and not control.sees_queries
+]
 ENCODING += SPECS[len(ONLINE) :]
 
 

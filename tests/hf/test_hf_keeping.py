@@ -18,6 +18,8 @@ every_way = pytest.mark.parametrize(
         ("global:2+window:5+keydiff:6", "absolute"),
         ("global:2+window:5+keydiff:6", "slot"),
         ("window:5+knorm:6", "slot"),
+        ("global:2+window:5+tova:6", "absolute"),
+        ("global:2+window:5+tova:6", "slot"),
     ],
 )
 
@@ -66,12 +68,13 @@ def test_padding_beams_and_files(control, positions, tmp_path):
     )
 
 
+@pytest.mark.parametrize("kept", ["keydiff", "tova"])
 @torch.no_grad()
-def test_what_fits_is_exact():
+def test_what_fits_is_exact(kept):
     """Until the memory is full, it is the source model."""
     torch.manual_seed(0)
     source = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).eval()
     ids = text(60)
     expected = source(ids).logits
-    found = convert(source, "global:4+window:20+keydiff:40", positions="slot", block=8).eval()(ids).logits
+    found = convert(source, f"global:4+window:20+{kept}:40", positions="slot", block=8).eval()(ids).logits
     assert error(found, expected) <= 1e-5

@@ -13,7 +13,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_sources import CLASSES, SPECS, TRAINED, batch, inputs, outputs, rows, save, source  # noqa: E402
+from hf_sources import CLASSES, TRAINED, batch, inputs, outputs, rows, save, source, specs_of  # noqa: E402
 
 import abc_attn.hf as hf  # noqa: E402
 from abc_attn.hf.attention import ConvertedAttention  # noqa: E402
@@ -250,7 +250,7 @@ def test_half_precision_keeps_the_memory_whole():
 SCRIPT = """
 import sys, json, torch
 sys.path.insert(0, sys.argv[3])
-from hf_sources import NO_DROPOUT, SPECS, TRAINED, rows, source
+from hf_sources import NO_DROPOUT, TRAINED, rows, source, specs_of
 from abc_attn.hf import convert
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -263,7 +263,7 @@ arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=b
     save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd", learning_rate=0.1, seed=0,
     ddp_find_unused_parameters=False)
 for cls in TRAINED:
-    for control, slots, options in SPECS:
+    for control, slots, options in specs_of(cls):
         case = f"{cls.__name__}, {control} {options}"
         losses[case] = []
         model = convert(source(cls, **NO_DROPOUT), control, slots, **options)
@@ -304,7 +304,7 @@ CASES = [
         cls, *spec, marks=() if (cls, spec) == QUICK else pytest.mark.processes, id=f"{cls.__name__}-{spec[0]}"
     )
     for cls in TRAINED
-    for spec in SPECS
+    for spec in specs_of(cls)
 ]
 
 
@@ -342,7 +342,7 @@ def test_two_processes_train_as_one(tmp_path):
         "localhost:0",
     ]
     together = run_script(tmp_path, "two", 2, *launcher)
-    assert len(alone) == len(TRAINED) * len(SPECS)
+    assert len(alone) == sum(len(specs_of(cls)) for cls in TRAINED)
     for case, losses in alone.items():
         assert len(losses) == 3
         assert losses == pytest.approx(together[case], abs=2e-4), case
