@@ -20,7 +20,7 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 
 # Every room, innermost first. A room may import from the lines above its own, not from its neighbours on the line.
 ROOMS = """
-    control_names files memory_limit plugins progress
+    allocator control_names files memory_limit plugins progress
     paths recipes
     core
     checks state normaliser
