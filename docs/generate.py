@@ -33,6 +33,7 @@ PAGES = (
     ROOT / "docs" / "forgetting.md",
     ROOT / "docs" / "huggingface.md",
     ROOT / "docs" / "language-modelling.md",
+    ROOT / "docs" / "translation.md",
 )
 BLOCK = re.compile(r"^<!-- generated: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 
