@@ -278,7 +278,7 @@ class Tova(Keeping):
         super().check_inner(inner, length)
         count, place, attention = inner
         queries = count - (count - 1).clamp(min=0) // self.block * self.block  # each gives 1 in all
-        fits = (attention.sum(-1) - queries[:, None]).abs() <= 1e-3 * self.block
+        fits = (attention.sum(-1) - queries[:, None]).abs() <= self.block / 1000  # rounding
         if not bool((attention >= 0).all() and (attention.masked_select(place < 0) == 0).all() and fits.all()):
             raise ValueError(f"this state's attention to rows is not that of the last queries of {self.title()}")
 

@@ -139,15 +139,15 @@ def test_what_cannot_be_planned(folder, monkeypatch):
 def test_a_grid_is_a_row_for_each_combination(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny = {"max_steps": 2, "save_steps": 2, "logging_steps": 2, "hidden_size": 16, "items": 4, "use_cpu": True}
-    plans = tables.plan("recall", "small", ["mlp-8", "softmax", "mlp-4"], overrides=tiny)
+    plans = tables.plan("recall", "small", ["mlp-16", "softmax", "mlp-8"], overrides=tiny)
     assert [(planned.recipe.values["control"], planned.recipe.values["slots"]) for planned in plans] == [
-        ("mlp", 8), ("softmax", None), ("mlp", 4)
+        ("mlp", 16), ("softmax", None), ("mlp", 8)
     ]  # fmt: skip
     page = tables.reproduce("recall", "small", plans)
     assert [line.split(" | ")[0] for line in page.read_text().splitlines() if line.startswith("| ")][2:] == [
-        "| softmax", "| mlp-4", "| mlp-8"
+        "| softmax", "| mlp-8", "| mlp-16"
     ]  # fmt: skip
-    assert len(Table.open("recall").rows("small")) == 17
+    assert len(Table.open("recall").rows("small")) == 25
     sites = Table("t", tmp_path, "", "", "", {}, grid={"recipe": "r", "slots": [{"cross": 32, "self": 8}]})
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "r.yaml").touch()
