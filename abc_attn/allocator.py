@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of malloc.h
 
 
 def keep_freed_memory() -> None:
@@ -16,6 +16,19 @@ def keep_freed_memory() -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_freed_memory() -> None:
+    """Let this process return what it frees at once, so that the memory it holds is what it uses: for measuring.
+
+    By default glibc raises the size from which an array is returned to that of the largest one freed so far, and what
+    smaller ones leave behind is counted as held: two runs of the same work then differ by tens of megabytes.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_THRESHOLD, 2**16)
+        mallopt(_TRIM_THRESHOLD, 2**16)
+        mallopt(_ARENA_MAX, 1)
+    give_back_memory()
 
 
 def give_back_memory() -> None:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from abc_attn import Write, mlp_attention, read, write
-from abc_attn.controls.gates import starting_logits
+from abc_attn.allocator import give_back_memory, return_freed_memory
+from abc_attn.controls.gates import starting_biases, starting_logits
 from abc_attn.kernels import BACKENDS
 from abc_attn.memory_limit import FLOAT, free_bytes, in_words
 from abc_attn.normaliser import log_sigmoid
@@ -137,7 +138,7 @@ def make_inputs(work: Work) -> tuple[list[Tensor], Tensor]:
         inputs.append(torch.randn(*shape[:3], work.slots or 0, generator=generator))
     # Gates are as a layer starts them: some slots forget within a token, which is what costs most.
     if work.gate == "head":
-        start = torch.linspace(2.0, 6.0, work.heads)[:, None, None]
+        start = starting_biases(work.heads)[:, None, None]
         inputs.append(torch.randn(*shape[:3], 1, generator=generator) + start)
     elif work.gate:
         start = starting_logits(work.slots or 0, HALF_LIFE, EXPONENT).float()
@@ -338,7 +339,9 @@ def peak_of_process(prepare: Callable[..., Callable[[], object]], *arguments: ob
 def _peak(threads: int, sender: Connection, prepare: Callable[..., Callable[[], object]], *arguments: object) -> None:
     """The work of the fresh process."""
     torch.set_num_threads(threads)
+    return_freed_memory()
     run = prepare(*arguments)
+    give_back_memory()
     before = high_water(reset=True)
     run()
     sender.send(high_water() - before)

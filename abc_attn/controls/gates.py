@@ -23,9 +23,8 @@ class Gate(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        # From the start the heads forget over about 8 to 400 tokens; at sigmoid(0) they would all forget over two.
         with torch.no_grad():
-            self.bias.copy_(torch.linspace(2.0, 6.0, self.out_features))
+            self.bias.copy_(starting_biases(self.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mT[..., None]  # b h t 1
@@ -67,6 +66,11 @@ class SlotGate(nn.Linear):
         """log f, `b h t n`."""
         logit = self(x).unflatten(-1, (-1, self.slots)).transpose(1, 2)
         return log_sigmoid(logit.to(memory_dtype(logit)), self.exponent)
+
+
+def starting_biases(heads: int) -> Tensor:
+    """The logits of g, `h`: heads that forget over about 8 to 400 tokens. At sigmoid(0) all would forget over two."""
+    return torch.linspace(2.0, 6.0, heads)
 
 
 def starting_logits(slots: int, half_life: float, exponent: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Tables of results: every row trained by its recipe, scored by its task, and set beside the paper's figures.
 
 A table is a folder of recipes with a table.yaml, a row is a recipe in it: adding one is adding a file. Runs whose
-results are recorded are not trained again.
+results are recorded are not trained again, and a row that is another table's own takes the result from there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     seed: int
     recipe: Recipe
     done: bool  # its result is recorded, with the values of this very recipe
+    shared: dict[str, Any] | None  # ... or another table's, which has every score that is needed here
     downstream: dict[str, list[Recipe]]  # by task: what is fine-tuned from its model, for each point of a grid
 
     @property
@@ -84,8 +85,9 @@ def plan(
                 f"{results / table / RUNS} has {row}, seed {seed}, with other values of {', '.join(different)}; give "
                 "another --output, or remove its line to train again"
             )
-        plans[row, seed] = Plan(shown, scale, row, seed, recipe, before is not None, fine_tuned)
-        if before is None:
+        shared = None if before is not None or fine_tuned else _recorded_elsewhere(results, run, seed, recipe, shown)
+        plans[row, seed] = Plan(shown, scale, row, seed, recipe, before is not None, shared, fine_tuned)
+        if before is None and shared is None:
             _check(plans[row, seed], source, plans.get((str(source), seed)))
 
     for row in rows or known:
@@ -94,6 +96,18 @@ def plan(
     if shown.plot:
         check_plot(shown)
     return list(plans.values())
+
+
+def _recorded_elsewhere(results: Path, run: Path, seed: int, recipe: Recipe, shown: Table) -> dict[str, Any] | None:
+    """The record of `run` (table/scale/row) in its own table's results, if that is another table and serves here."""
+    table, scale, row = run.parts
+    if table == shown.name:
+        return None
+    for record in read_runs(results / table):
+        same = (record["scale"], record["row"], record["seed"]) == (scale, row, seed)
+        if same and not recipe.differences(record["values"]) and record["scores"].keys() >= set(shown.own_scores()):
+            return record | {"scores": {name: record["scores"][name] for name in shown.own_scores()}}
+    return None
 
 
 def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
@@ -115,10 +129,11 @@ def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
 def reproduce(table: str, scale: str, plans: Sequence[Plan], results: Path = Path("results")) -> Path:
     """Train, score and record what is not done yet, and write the table's page and plot; returns the page's path."""
     for number, planned in enumerate(plans, 1):
-        before = ": done before" if planned.done else ""
+        before = ": done before" if planned.done else f": as in {planned.shared['recipe']}" if planned.shared else ""
         print(f"[{number}/{len(plans)}] {planned.name}{before}", file=sys.stderr, flush=True)
         if not planned.done:
-            add_run(results / table, _run(planned))
+            record = planned.shared or _run(planned)
+            add_run(results / table, record | {"row": planned.row, "scale": planned.scale})
     shown = plans[0].table if plans else Table.open(table)
     return write_page(shown, scale, results)
 
@@ -141,4 +156,4 @@ def _run(planned: Plan) -> dict[str, Any]:
         about["signatures"] = signatures
     if fine_tuned:
         about["downstream"] = fine_tuned
-    return about | {"row": planned.row, "scale": planned.scale, "training": trained, "scores": scores | more}
+    return about | {"training": trained, "scores": scores | more}

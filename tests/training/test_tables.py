@@ -91,6 +91,27 @@ def test_a_table_is_made_row_by_row_and_once(folder, place, monkeypatch):
         tables.reproduce("mine", "small", other, Path("elsewhere"))
 
 
+def test_a_row_that_is_another_tables_takes_its_result(folder, monkeypatch):
+    """Though the trained model is gone: what is recorded there has the scores that are shown here."""
+    own = plan(["base"])[0].recipe.without_places()
+    record = {"row": "base", "seed": 0, "scale": "small", "recipe": "mine/small/base", "values": own}
+    add_run(Path("results/mine"), record | {"scores": {"test/256": 20.0, "validation/256": 19.0}})
+    (folder / "yours" / "small").mkdir(parents=True)
+    (folder / "yours" / "table.yaml").write_text((folder / "mine" / "table.yaml").read_text())
+    rewrite(folder / "yours" / "table.yaml", title="Yours", columns={"test/256": "test"}, more=[], paper={})
+    (folder / "yours" / "small" / "exact.yaml").write_text("extends: ../../mine/small/base.yaml\n")
+    monkeypatch.setattr("abc_attn.training.tables.prepare", None)  # would fail if it were called
+    options = {"recipes": Path("."), "results": Path("results")}
+    tables.reproduce("yours", "small", tables.plan("yours", "small", **options), Path("results"))
+    (taken,) = read_runs(Path("results/yours"))
+    assert taken == record | {"row": "exact", "scores": {"test/256": 20.0}}
+    for changed in ({"seeds": [1]}, {"overrides": {"learning_rate": 1}, "results": Path("others")}):
+        assert [p.shared for p in tables.plan("yours", "small", **options | changed)] == [None]
+    rewrite(folder / "yours" / "table.yaml", columns={"test/256": "test", "test/0": "test, 0"})  # not taken there
+    (folder / "results" / "yours" / "runs.jsonl").unlink()
+    assert [p.shared for p in tables.plan("yours", "small", **options)] == [None]
+
+
 def test_a_row_starts_from_a_trained_one(folder):
     with pytest.raises(ValueError, match="row middle starts from the trained base: add it to --rows"):
         plan(["middle"])
