@@ -85,7 +85,7 @@ IN_SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -pri
 	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 PYTHONSAFEPATH=1
 test-sanitize: sanitized
 	@$(IN_SANITIZED) PYTHONPATH=$(SANITIZED) $(BIN)/python -m pytest -p no:cacheprovider --capture=sys -q \
-		tests/kernels/test_native.py tests/kernels/test_banded.py tests/attention/test_contract.py -k 'native and not instruction and not compile and not forced'
+		tests/kernels/test_native.py tests/kernels/test_native_gate.py tests/kernels/test_native_linear.py tests/kernels/test_banded.py tests/attention/test_contract.py -k 'native and not instruction and not compile and not forced'
 
 # Hostile input: a failure prints the command that repeats it.
 FUZZ :=

@@ -36,7 +36,8 @@ from abc_attn.attention import MemoryAttention
 from abc_attn.core import Memory
 from abc_attn.files import whole_folder
 from abc_attn.hf.cache import BoundedCache, BoundedLayer
-from abc_attn.hf.int8 import products
+from abc_attn.hf.int8 import linear
+from abc_attn.kernels import describe_backend
 from abc_attn.progress import waiting
 from abc_attn.provenance import cpu
 from abc_attn.state import State
@@ -128,7 +129,7 @@ def run_compiled(model: PreTrainedModel, arguments: Sequence[Any], given: dict[s
     if any(value is not None and value is not False for name, value in given.items() if name not in _TAKEN):
         return None
     cache = given.get("past_key_values")
-    layers = _filled_layers(model, cache)
+    layers = _filled_layers(cache)
     mask = given.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     if layers is None or given.get("return_dict") is False or given.get("use_cache") is False:
         return None
@@ -141,9 +142,10 @@ def run_compiled(model: PreTrainedModel, arguments: Sequence[Any], given: dict[s
         except NotCompiled as reason:
             warnings.warn(f"decoding goes on uncompiled: {reason}", stacklevel=2)
             steps[kind] = None
-    if steps[kind] is None:
+    step = steps[kind]
+    if step is None or len(layers.own) != len(step.attentions):
         return None
-    logits = steps[kind](ids, given.get("position_ids"), layers)[:, None]
+    logits = step(ids, given.get("position_ids"), layers)[:, None]
     if model.config.is_encoder_decoder:
         return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -161,7 +163,7 @@ class _Layers(NamedTuple):
     cross: list[BoundedLayer]
 
 
-def _filled_layers(model: nn.Module, cache: Any) -> _Layers | None:
+def _filled_layers(cache: Any) -> _Layers | None:
     crossed = isinstance(cache, EncoderDecoderCache)
     parts: list[Any] = [cache.self_attention_cache, cache.cross_attention_cache] if crossed else [cache]
     found = []
@@ -172,7 +174,7 @@ def _filled_layers(model: nn.Module, cache: Any) -> _Layers | None:
         if not layers or any(getattr(layer, "state", None) is None for layer in layers):
             return None
         found.append(layers)
-    return _Layers(found[0], found[1] if crossed else []) if len(found[0]) == len(_causal(model)) else None
+    return _Layers(found[0], found[1] if crossed else [])
 
 
 # What a graph takes and gives. The tokens read so far (`length`) are the same in all layers.
@@ -222,7 +224,7 @@ class _Graph(nn.Module):
                     memory=Memory(*parts[:4]), inner=tuple(parts[4:]) if like.inner else like.inner, loaded=False
                 ),
             )
-        with _Loops(), self._placed(position) as given:
+        with _Linear(), self._placed(position) as given:
             if self.cross:
                 # Its memory is written: what the encoder gave is not read again.
                 nothing: Any = torch.zeros(ids.shape[0], 1, self.model.config.hidden_size, dtype=self.model.dtype)
@@ -261,18 +263,11 @@ def _append(cache: BoundedCache, state: State) -> None:
     cache.layers.append(layer)
 
 
-class _Loops(TorchFunctionMode):
-    """For one row, linear layers as loops over the weights, which inductor joins with what stands around them."""
+class _Linear(TorchFunctionMode):
+    """Linear layers for few rows: the native kernel; of one row, loops that inductor joins with what stands around."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), given: Any = None) -> Any:
-        if function is F.linear:
-            return _linear(*arguments, **(given or {}))
-        return function(*arguments, **(given or {}))
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = products(input, weight)
-    return y if bias is None else y + bias
+        return (linear if function is F.linear else function)(*arguments, **(given or {}))
 
 
 class _Step:
@@ -373,7 +368,7 @@ def _key(model: PreTrainedModel, kind: int) -> str:
         name: value for name, value in model.config.to_dict().items() if name not in ("source_model", "_name_or_path")
     }
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
-    machine = [cpu(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    machine = [cpu(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), describe_backend()[0]]
     versions = [torch.__version__, transformers.__version__]
     digest = hashlib.sha256(repr([type(model).__name__, config, shapes, machine, versions, kind]).encode())
     package = Path(__file__).parents[1]
@@ -390,8 +385,8 @@ def _example(model: PreTrainedModel, rows: int) -> _Layers:
     cache: Any = model.new_cache()  # type: ignore[operator]
     given: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
     model(**given, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
-    layers = _filled_layers(model, cache)
-    if layers is None:
+    layers = _filled_layers(cache)
+    if layers is None or len(layers.own) != len(_causal(model)):
         raise NotCompiled(f"a {type(model).__name__} does not keep one bounded state for each layer")
     return layers
 

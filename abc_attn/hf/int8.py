@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from abc_attn.kernels import native_linear
+
 INT8 = "int8"
 MOST = 127
 # In a compiled graph, rows up to which a linear layer is a loop over the int8 weights as they lie. Each row reads them
@@ -39,8 +41,7 @@ class Int8Linear(nn.Module):
         self.register_parameter("bias", original.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = products(x, self.weight) * self.scale.to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias, self.scale)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
@@ -65,13 +66,18 @@ class Int8Embedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def products(x: Tensor, weight: Tensor) -> Tensor:
-    """x `... i` times weight `o i`, of any type: `... o`, in the dtype of x."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x `... i` times weight `o i`, of any type, times scale, plus bias: `... o`, in the dtype of x."""
     rows = x.numel() // x.shape[-1]
     if torch.compiler.is_compiling() and isinstance(rows, int) and rows <= FEW_ROWS:
-        # One loop of inductor's: the converted weights stay in registers.
-        return (x.unsqueeze(-2) * weight.to(x.dtype)).sum(-1)
-    return F.linear(x, weight.to(x.dtype))
+        # One loop of inductor's: the converted weights stay in registers, and what stands around joins it.
+        y = (x.unsqueeze(-2) * weight.to(x.dtype)).sum(-1)
+    elif (fused := native_linear.linear(x, weight, scale, bias)) is not None:
+        return fused
+    else:
+        y = F.linear(x, weight.to(x.dtype))
+    y = y if scale is None else y * scale.to(x.dtype)
+    return y if bias is None else y + bias
 
 
 def to_int8(model: PreTrainedModel) -> None:
@@ -114,4 +120,6 @@ def _quantised(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
     """weight `o i` as whole numbers, and the scale of each of its rows."""
     scale = weight.float().abs().amax(1) / MOST
     whole = (weight.float() / scale.where(scale > 0, 1)[:, None]).round()
-    return nn.Parameter(whole.to(torch.int8), requires_grad=False), nn.Parameter(scale, requires_grad=False)
+    return nn.Parameter(whole.to(torch.int8).contiguous(), requires_grad=False), nn.Parameter(
+        scale, requires_grad=False
+    )

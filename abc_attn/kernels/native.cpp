@@ -6,6 +6,7 @@
 //     native_row.h        the sums of a row, a chunk's coefficients       native_ring.h   one decoding step of a window
 //     native_forward.h    the forward pass, chunk by chunk                native_band.h   windows over many tokens
 //     native_backward.h   the backward pass                               native_gate.h   what a gate keeps, from its logit
+//     native_linear.h     a linear layer for few rows
 //     native_bounds.h     what a call must satisfy for every access to lie inside its arrays
 
 #include <dlfcn.h>
@@ -77,6 +78,16 @@ struct Gate {
     float *d_logit;
 };
 
+// A linear layer for few rows (native_linear.h): y = (x W^T) scale + bias.
+struct Linear {
+    int64_t rows;  // blocks of four outputs, the last one perhaps with fewer
+    int64_t count, outputs, inputs, threads;  // count: rows of x and y
+    const float *x, *weight;  // W `o i` in fp32, or null and ...
+    const int8_t *whole;      // ... in int8
+    const float *scale, *bias;  // `o`, or null
+    float *y;
+};
+
 static const float GONE = -87.0f;  // exp(GONE) is about ...
 static const float LEAST = 1.17549435e-38f;  // ... the smallest normal number of fp32
 // What a chunk may hold, in nats. Decays are undone by their inverses (N3), which rounding limits. In a running mean (N2) only
@@ -108,6 +119,7 @@ namespace avx512 {
 #include "native_ring.h"
 #include "native_band.h"
 #include "native_gate.h"
+#include "native_linear.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -125,6 +137,7 @@ namespace avx2 {
 #include "native_ring.h"
 #include "native_band.h"
 #include "native_gate.h"
+#include "native_linear.h"
 }
 #pragma GCC pop_options
 #undef VL
@@ -142,6 +155,7 @@ namespace portable {
 #include "native_ring.h"
 #include "native_band.h"
 #include "native_gate.h"
+#include "native_linear.h"
 }
 
 typedef void (*Pass)(const Args *, int64_t, float *);
@@ -156,11 +170,14 @@ struct Kind {
     void (*band)(const Band *, int64_t, float *);
     size_t (*band_scratch)(const Band *);
     void (*gate)(const Gate *, int64_t, float *);
+    void (*linear)(const Linear *, int64_t, float *);
+    size_t (*linear_scratch)(const Linear *);
 };
 
 #define KIND(isa)                                                                                             \
     {#isa, isa::forward_row, isa::forward_whole, isa::backward_row, isa::backward_whole, isa::step_row, isa::scratch_floats, \
-     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch, isa::gate_row}
+     isa::checkpoint_floats, isa::ring_row, isa::ring_scratch, isa::band_chunk, isa::band_scratch, isa::gate_row,  \
+     isa::linear_block, isa::linear_scratch}
 
 // Every vector width that was compiled, widest first; `runs` says whether this CPU has its instructions.
 struct Width {
@@ -279,6 +296,11 @@ int abc_gate(const Gate *args) {
     if (!inside(args)) return OUT_OF_BOUNDS;
     large_pages(args->d_logit ? args->d_logit : args->log_keep, args->rows * args->t * args->n);
     return args->rows ? share_out(args, kind().gate, 16, 1) : DONE;
+}
+int abc_linear(const Linear *args) {
+    if (!inside(args)) return OUT_OF_BOUNDS;
+    const int64_t block = (args->rows + 4 * args->threads - 1) / (4 * args->threads);
+    return args->rows ? share_out(args, kind().linear, kind().linear_scratch(args), block) : DONE;
 }
 int abc_ring(const Ring *args) {
     if (!inside(args)) return OUT_OF_BOUNDS;

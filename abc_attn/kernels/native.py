@@ -248,6 +248,8 @@ def band_step(token: Token) -> tuple[Tensor, Memory] | Declined:
         return _WIDTH
     if declined := _not_for(memory.k, memory.v):
         return declined
+    if not has_values(q):
+        return Declined("a graph is traced, and it is called by pointers")
     # What does not fit is left to torch, which says so: a state may come from a file.
     shapes = (k.shape, v.shape, memory.v.shape[:3], row.dtype, len(q), q.shape[1] % heads, q.shape[2:])
     fitting = ((batch, heads, 1, d), (batch, heads, 1, e), (batch, heads, n), torch.int64, batch, 0, (1, d))

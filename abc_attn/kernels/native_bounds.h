@@ -84,3 +84,10 @@ static bool inside(const Gate *a) {
     if (!expect(sizes)) return false;
     return expect(!a->rows || (a->log_keep && (a->d_logit ? !!a->d_log_keep : !!a->logit)));
 }
+
+static bool inside(const Linear *a) {
+    const bool sizes = a->count >= 0 && a->outputs >= 0 && a->inputs >= 0 && a->threads >= 1 && a->rows == (a->outputs + 3) / 4;
+    if (!expect(sizes && is_int(4.0 * a->inputs))) return false;
+    const int64_t x = a->count * a->inputs, weights = a->outputs * a->inputs;
+    return expect(there(a->x, x) && there(a->weight ? (const void *)a->weight : a->whole, weights) && there(a->y, a->count * a->outputs));
+}

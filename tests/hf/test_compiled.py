@@ -116,6 +116,14 @@ def test_one_row_from_before_the_memory_is_full(weights, traced):
     assert traced[0].calls == 11
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_of_16_channels_are_traced_too(rows, traced):
+    """Uncompiled, they take a native kernel, which is called by pointers and cannot be in a graph."""
+    model = convert(source(LLAMA, head_dim=16), "global:2+window:6", positions="slot")
+    compare(model, {"input_ids": torch.randint(3, 50, (rows, 9), generator=torch.Generator().manual_seed(0))})
+    assert traced[0].calls == 11
+
+
 def test_a_stream_goes_on_from_any_state(traced, tmp_path):
     model = convert(source(LLAMA), "global:2+window:4", positions="slot")
     plain, ours = Stream(model), Stream(model)
