@@ -34,7 +34,8 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
     caches.check_control(control)
     contexts = sorted(contexts)
     rows: list[Row] = []
-    with Progress("bench generate", 5 + len(PEERS) * len(contexts)) as progress:
+    ours: dict[str, dict[Work, Callable[[], object]]] = {method: {} for method in PEERS if method != LLAMA}
+    with Progress("bench generate", 5 + len(PEERS) * len(contexts) + len(ours)) as progress:
         models: dict[str, Any] = {}
         summary: dict[str, float] = {}
         checks: dict[str, float] = {}
@@ -70,6 +71,7 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
                         row.note = f"skipped: the model has positions for {TRAINED:,} tokens there"
                 elif row.passes(checks.get(method, 0.0)):
                     runs[work], row.state_bytes = _writing(models[method], context, tokens)
+                    ours[method][work] = runs[work]
                 if work not in runs:
                     progress(f"{row.label}, {context:,} tokens")
             gc.collect()
@@ -81,11 +83,13 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
                     row.fill(Times([seconds / tokens for seconds in times[work].seconds]), None, sgemm)
                     row.tokens_per_second = tokens / times[work].median
             rows += of_work.values()
+        # The contexts of a method once more, in turn: above, minutes of a shared machine lie between them.
+        for method, runs in ours.items():
+            times, _ = interleave(runs, repetitions, lambda work: None)
+            taken = [of_work.median for of_work in times.values()]
+            summary[f"slowest / fastest context, {method}"] = max(taken) / min(taken) if taken else float("nan")
+            progress(f"{method} at all contexts")
     compare_rows(rows, (LLAMA, "fp32"))
-    for method in PEERS[:-1]:
-        taken = [row.seconds for row in rows if row.method == method and row.seconds]
-        if taken:
-            summary[f"slowest / fastest context, {method}"] = max(taken) / min(taken)
     return rows, summary
 
 
