@@ -30,6 +30,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "docs" / "efficiency.md",
+    ROOT / "docs" / "speed.md",
     ROOT / "docs" / "forgetting.md",
     ROOT / "docs" / "huggingface.md",
     ROOT / "docs" / "language-modelling.md",
@@ -137,8 +138,13 @@ def source(*names: str) -> str:
         width = re.search(r"\((\w+),", provenance["backend"])
         cpu = f"{provenance['cpu']}{f' with {width[1]}' if width else ''}"
         said.append(f"{cpu}, {provenance['threads']} threads, torch {torch}, {day}")
-    commands = ", ".join(f"`abc-attn bench {name}`" for name in names)
+    commands = ", ".join(f"`{command(name)}`" for name in names)
     return f"{'; '.join(dict.fromkeys(said))}. Measured by {commands}."
+
+
+def command(name: str) -> str:
+    """What measures the results of this name."""
+    return f"abc-attn bench {'generate --peer llama-cpp' if name == 'peer' else name}"
 
 
 def op_ratios(slots: int, phase: str) -> list[str]:
@@ -258,8 +264,8 @@ def generation() -> str:
 
 def not_measured(name: str) -> str | None:
     """What to say where a benchmark has no results; None if it has."""
-    command = f"abc-attn bench {name} --output benchmarks/results"
-    return None if (RESULTS / f"{name}.json").is_file() else f"Not measured yet: `{command}`, then `make docs`."
+    said = f"Not measured yet: `{command(name)} --output benchmarks/results`, then `make docs`."
+    return None if (RESULTS / f"{name}.json").is_file() else said
 
 
 def in_full(name: str, alt: str) -> str:
@@ -298,6 +304,32 @@ def figure_2() -> str:
     if notes := {f"{row['title']}, {row['tokens']:,} tokens: {row['note']}" for row in rows if row["note"]}:
         parts.append("\n".join(f"- {note}" for note in sorted(notes)))
     return "\n\n".join([*parts, in_full("translate", "Decoding speed and peak memory by length.")])
+
+
+def beside_llama() -> str:
+    """docs/speed: SmolLM2 token by token, beside llama.cpp."""
+    if missing := not_measured("peer"):
+        return missing
+    titles = {
+        "int8_compiled": "ours, int8, compiled",
+        "fp32_compiled": "ours, fp32, compiled",
+        "fp32": "ours, fp32, uncompiled",
+        "llama_cpp": "llama.cpp, 4 bits a weight",
+    }
+    rows = [row | {"title": titles[row["method"]]} for row in results("peer")[0]]
+    summary = json.loads((RESULTS / "peer.json").read_text(encoding="utf-8"))["summary"]
+    return "\n\n".join(
+        [
+            "Tokens per second, one sequence, by the tokens read before:",
+            by_length(rows, "tokens_per_second", lambda x: f"{x:.1f}"),
+            "Times llama.cpp's:",
+            by_length([row for row in rows if row["method"] != "llama_cpp"], "ratio_llama_cpp", lambda x: f"{x:.2f}"),
+            "State, or keys and values, MB:",
+            by_length(rows, "state_bytes", lambda x: f"{x / 1e6:.1f}"),
+            "\n".join(f"- {name}: {value:,.4g}" for name, value in summary.items()),
+            in_full("peer", "Tokens per second by context."),
+        ]
+    )
 
 
 def table_4() -> str:
@@ -488,6 +520,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "generation": generation,
     "figure-2": figure_2,
+    "beside-llama": beside_llama,
     "table-4": table_4,
 }
 
