@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,17 @@ class Decoded(NamedTuple):
     steps: list[float]  # seconds of each step after it
     tokens: list[int]  # of the first row
     peak_bytes: int  # above what the process held before, while these steps were made
+
+
+def continued(start: Decoded, reached: Decoded, factor: float) -> Decoded:
+    """A decoding `factor` times as far into the target as `reached`. Keys and values grow by as much at every token,
+    and with them the time of a step and the memory: both are continued as a line from the start of the target."""
+    if factor == 1:
+        return reached
+    base = statistics.median(start.steps)
+    steps = [base + factor * (seconds - base) for seconds in reached.steps]
+    peak = start.peak_bytes + factor * (reached.peak_bytes - start.peak_bytes)
+    return Decoded(reached.first, steps, [], int(peak))
 
 
 class Peer:

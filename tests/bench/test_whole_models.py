@@ -173,6 +173,13 @@ def test_ctranslate2_decodes_the_same_weights(tmp_path):
     assert measure.error(likely, translators.log_likelihoods(model, text).double()) < 1e-5
 
 
+def test_ctranslate2_is_continued_as_a_line():
+    start = ctranslate2_peer.Decoded(9.0, [1.0, 1.0, 1.5], [5], 100)
+    reached = ctranslate2_peer.Decoded(8.0, [2.0, 3.0], [6], 150)
+    assert ctranslate2_peer.continued(start, reached, 1.0) == reached
+    assert ctranslate2_peer.continued(start, reached, 4.0) == (8.0, [5.0, 9.0], [], 300)
+
+
 def test_whole_encoders(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "PAPER_SIZE", (3, 12))
     monkeypatch.setattr(encoding, "PAPER", {("mlp", 4): (1.5, 0.5)})
