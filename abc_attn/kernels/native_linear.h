@@ -3,7 +3,6 @@
 // i, so that neither x nor W has to be laid out anew, and end as the lanes of one vector.
 
 enum { TILE_ROWS = VL / 4, TILE_OUTPUTS = 4 };
-typedef int8_t bytes __attribute__((vector_size(VL), aligned(1)));
 
 static inline vec load_weights(const float *p) { return load(p); }
 static inline vec load_weights(const int8_t *p) {
@@ -26,15 +25,10 @@ static inline vec load_last(const T *p, int64_t count) {
     return found;
 }
 
-// The sums of VL vectors, as the lanes of one: each step adds the halves of two vectors.
+// The sums of VL vectors, as the lanes of one: as a transpose, of which each step adds what it has exchanged.
 template <int S>
 static inline void add_halves(vec *v) {
-    ivec low, high;
-    for (int l = 0; l < VL; l++) {
-        low[l] = l & S ? VL + l - S : l;
-        high[l] = l & S ? VL + l : l + S;
-    }
-    for (int i = 0; i < S; i++) v[i] = shuffled(v[i], v[i + S], low) + shuffled(v[i], v[i + S], high);
+    for (int i = 0; i < S; i++) exchange_blocks<S>(v[i], v[i + S]), v[i] += v[i + S];
 }
 static inline vec sums(vec *v) {
     if (VL > 8) add_halves<8 % VL>(v);

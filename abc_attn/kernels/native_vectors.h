@@ -308,20 +308,24 @@ struct Recurrence {
     }
 };
 
-// One step of the transpose of a VL x VL tile: exchanges its off-diagonal blocks of size S. Steps 1, 2, 4, ... transpose it.
+// Exchanges every second block of S lanes of `a` with the block before it of `b`.
 template <int S>
-static inline void exchange(vec *v) {
+__attribute__((always_inline)) static inline void exchange_blocks(vec &a, vec &b) {
     ivec low, high;
     for (int l = 0; l < VL; l++) {
         low[l] = l & S ? VL + l - S : l;
         high[l] = l & S ? VL + l : l + S;
     }
+    const vec first = shuffled(a, b, low);
+    b = shuffled(a, b, high);
+    a = first;
+}
+
+// One step of the transpose of a VL x VL tile: exchanges its off-diagonal blocks of size S. Steps 1, 2, 4, ... transpose it.
+template <int S>
+static inline void exchange(vec *v) {
     for (int i = 0; i < VL; i++)
-        if (!(i & S)) {
-            vec a = v[i], b = v[i + S];
-            v[i] = shuffled(a, b, low);
-            v[i + S] = shuffled(a, b, high);
-        }
+        if (!(i & S)) exchange_blocks<S>(v[i], v[i + S]);
 }
 
 // to = from transposed; rows and columns are multiples of VL.
