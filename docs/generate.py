@@ -306,17 +306,27 @@ def figure_2() -> str:
     return "\n\n".join([*parts, in_full("translate", "Decoding speed and peak memory by length.")])
 
 
-def beside_llama() -> str:
-    """docs/speed: SmolLM2 token by token, beside llama.cpp."""
-    if missing := not_measured("peer"):
-        return missing
+def with_titles() -> list[dict[str, Any]]:
+    """The rows of `generate --peer`, with what to call them."""
     titles = {
         "int8_compiled": "ours, int8, compiled",
         "fp32_compiled": "ours, fp32, compiled",
         "fp32": "ours, fp32, uncompiled",
         "llama_cpp": "llama.cpp, 4 bits a weight",
     }
-    rows = [row | {"title": titles[row["method"]]} for row in results("peer")[0]]
+    return [row | {"title": titles[row["method"]]} for row in results("peer")[0]]
+
+
+def llama_speed() -> str:
+    """README: SmolLM2 token by token, beside llama.cpp."""
+    return f"{by_length(with_titles(), 'tokens_per_second', lambda x: f'{x:.1f}')}\n\n{source('peer')}"
+
+
+def beside_llama() -> str:
+    """docs/speed: the same in full."""
+    if missing := not_measured("peer"):
+        return missing
+    rows = with_titles()
     summary = json.loads((RESULTS / "peer.json").read_text(encoding="utf-8"))["summary"]
     return "\n\n".join(
         [
@@ -520,6 +530,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "generation": generation,
     "figure-2": figure_2,
+    "llama-speed": llama_speed,
     "beside-llama": beside_llama,
     "table-4": table_4,
 }
