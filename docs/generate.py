@@ -94,8 +94,9 @@ def results(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def find(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """The one row with these values."""
-    (row,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
+    """The one row with these values; without a gate, unless one is asked for."""
+    wanted = {"gate": ""} | wanted
+    (row,) = (row for row in rows if all(row.get(key, "") == value for key, value in wanted.items()))
     return row
 
 
