@@ -128,7 +128,7 @@ def translate(
     lengths = sorted(lengths)
     shape = translators.Shape(layers, width, heads, 4 * width, words, max(lengths) + 1)
     _check_sizes(shape, lengths, batch, tokens)
-    print("bench translate: about 12 minutes at its default sizes on two idle cores", file=sys.stderr)
+    print("bench translate: about 20 minutes at its default sizes on two idle cores, and 24 GB", file=sys.stderr)
     rows: list[TranslationRow] = []
     whole: list[float] = []
     with (
