@@ -425,7 +425,7 @@ def add_benchmarks(parser: Parser) -> None:
         "scaling": "how time and peak memory grow with the tokens of one sequence",
         "generate": "a pretrained model, converted, against the original under transformers' generate()",
         "translate": "sequence-to-sequence decoding over lengths, against exact caches and CTranslate2, the paper's "
-        "Figure 2 (about 12 minutes on two idle cores)",
+        "Figure 2 (about 20 minutes on two idle cores)",
         "encode-model": "whole encoders against SDPA, the paper's Table 4, and over lengths (about 12 minutes on two "
         "idle cores)",
     }
