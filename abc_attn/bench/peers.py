@@ -87,7 +87,8 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
         for method, runs in ours.items():
             times, _ = interleave(runs, repetitions, lambda work: None)
             taken = [of_work.median for of_work in times.values()]
-            summary[f"slowest / fastest context, {method}"] = max(taken) / min(taken) if taken else float("nan")
+            if taken:
+                summary[f"slowest / fastest context, {method}"] = max(taken) / min(taken)
             progress(f"{method} at all contexts")
     compare_rows(rows, (LLAMA, "fp32"))
     return rows, summary

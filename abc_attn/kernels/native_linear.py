@@ -52,9 +52,13 @@ def _linear_now(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | 
         return y if bias is None else y + bias
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
-    for part, count in ((weight, outputs * width), (scale, outputs), (bias, outputs)):
-        if part is not None and (part.numel() != count or not part.is_contiguous()):
-            raise ValueError(f"the native linear layer needs {count} contiguous numbers, got {tuple(part.shape)}")
+    for part, count in ((x, rows * width), (weight, outputs * width), (scale, outputs), (bias, outputs)):
+        known = (torch.float32, torch.int8) if part is weight else (torch.float32,)
+        if part is not None and (part.numel() != count or part.dtype not in known or not part.is_contiguous()):
+            raise ValueError(
+                f"the native linear layer needs {count} contiguous numbers of {' or '.join(map(str, known))}, "
+                f"got {tuple(part.shape)} of {part.dtype}"
+            )
     args = _Linear((outputs + 3) // 4, rows, outputs, width, torch.get_num_threads(), x=x.data_ptr(), y=y.data_ptr())
     if weight.dtype == torch.int8:
         args.whole = weight.data_ptr()

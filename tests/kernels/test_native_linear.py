@@ -90,5 +90,14 @@ def test_what_is_left_to_torch():
 def test_other_sizes_are_refused(wrong):
     given = {"weight": torch.randn(6, 10), "scale": torch.rand(6), "bias": torch.randn(6)}
     given[wrong] = given[wrong][..., :-1].contiguous()
-    with pytest.raises(ValueError, match="contiguous numbers, got"):
+    with pytest.raises(ValueError, match="contiguous numbers of"):
         torch.ops.abc_attn.linear(torch.randn(2, 10), given["weight"], given["scale"], given["bias"])
+
+
+@pytest.mark.parametrize("wrong", ["x", "weight", "scale", "bias"])
+def test_other_types_are_refused(wrong):
+    """Numbers of half the size: as many of them as expected would be read beyond their end."""
+    given = {"x": torch.randn(2, 10), "weight": torch.randn(6, 10), "scale": torch.rand(6), "bias": torch.randn(6)}
+    given[wrong] = given[wrong].half()
+    with pytest.raises(ValueError, match=r"torch\.float16"):
+        torch.ops.abc_attn.linear(*given.values())
