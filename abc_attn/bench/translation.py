@@ -282,9 +282,9 @@ class _Length:
         sizes = (self.length, self.seen), self.batch, min(self.steps, 2)
         row.peak_bytes = peak_of_process(translators.ready, self.shape, method, *sizes)
         decoder = translators.Decoder(model, method.name, self.text, self.batch, self.steps)
-        row.state_bytes = decoder.state_bytes
+        row.state_bytes = translators.bytes_held(decoder.full(), method.name)
         self.decoders[method.name] = decoder
-        self.runs[method.name] = lambda: Pair(decoder.start(), decoder.end())
+        self.runs[method.name] = lambda: Pair(decoder.start(), decoder.end(decoder.full()))
 
     def _prepare_peer(self, method: Method, row: TranslationRow) -> None:
         from abc_attn.bench import translators

@@ -152,37 +152,31 @@ def empty_cache(model: Any, method: str, room: int) -> EncoderDecoderCache:
 
 
 @torch.no_grad()
-def full_cache(model: Any, method: str, text: Text, batch: int, room: int) -> EncoderDecoderCache:
-    """A cache that holds all of the target except its last token, for each of `batch` equal rows."""
-    read = empty_cache(model, "dynamic" if method in EXACT else method, room)
-    model.get_decoder()(text.target[:, :-1], encoder_hidden_states=text.encoded, past_key_values=read, use_cache=True)
-    read.cross_attention_cache.batch_repeat_interleave(batch)
-    if method not in EXACT:
-        read.self_attention_cache.batch_repeat_interleave(batch)
-        return read
-    filled = empty_cache(model, method, room)
-    filled = EncoderDecoderCache(filled.self_attention_cache, read.cross_attention_cache)
-    layers: Any = read.self_attention_cache.layers
-    for index, layer in enumerate(layers):
-        filled.self_attention_cache.update(
-            layer.keys.repeat_interleave(batch, 0), layer.values.repeat_interleave(batch, 0), index
-        )
-    return filled
-
-
-def wound_back(cache: EncoderDecoderCache, method: str, tokens: int) -> EncoderDecoderCache:
-    """The cache as it was after `tokens` tokens. Keys and values are cut off in place; a state that is small is copied
-    before each use."""
-    if method not in EXACT:
-        return copy.deepcopy(cache)
-    own = cache.self_attention_cache
-    if method == "static":
-        layers: Any = own.layers
-        for layer in layers:
-            layer.cumulative_length.fill_(tokens)
-    else:
-        own.crop(tokens - int(own.get_seq_length()))
+def read_cache(model: Any, method: str, text: Text) -> EncoderDecoderCache:
+    """A cache of one row that holds all of the target except its last token."""
+    cache = empty_cache(model, "dynamic" if method in EXACT else method, room=0)
+    model.get_decoder()(text.target[:, :-1], encoder_hidden_states=text.encoded, past_key_values=cache, use_cache=True)
     return cache
+
+
+@torch.no_grad()
+def full_cache(model: Any, method: str, read: EncoderDecoderCache, batch: int, room: int) -> EncoderDecoderCache:
+    """What one row has read, for each of `batch` equal rows; `read` stays as it is."""
+    if method not in EXACT:
+        full = copy.deepcopy(read)
+        full.self_attention_cache.batch_repeat_interleave(batch)
+        full.cross_attention_cache.batch_repeat_interleave(batch)
+        return full
+    full = empty_cache(model, method, room)
+    for part, given in (
+        (full.self_attention_cache, read.self_attention_cache),
+        (full.cross_attention_cache, read.cross_attention_cache),
+    ):
+        layers: Any = given.layers
+        for index, layer in enumerate(layers):
+            part.update(layer.keys.repeat_interleave(batch, 0), layer.values.repeat_interleave(batch, 0), index)
+            full.is_updated[index] = True
+    return full
 
 
 def bytes_held(cache: EncoderDecoderCache, method: str) -> int:
@@ -240,25 +234,31 @@ def decode(model: Any, encoded: Tensor, last: int, cache: EncoderDecoderCache, s
 
 
 class Decoder:
-    """One method at one length: it decodes from the start of a target and near its end, as often as it is asked to."""
+    """One method at one length: it decodes from the start of a target and near its end, as often as it is asked to.
+
+    It holds one row of keys and values. Those of a whole batch are there only while they are used: three exact methods
+    with 16 rows of 4,096 tokens would take 10 GB.
+    """
 
     def __init__(self, model: Any, method: str, text: Text, batch: int, steps: int) -> None:
-        self.model, self.method, self.steps = model, method, steps
-        self.encoded, self.target = text.encoded.repeat(batch, 1, 1), text.target
+        self.model, self.method, self.batch, self.steps = model, method, batch, steps
+        self.encoded, self.target = text.encoded, text.target
         self.room = text.target.shape[1] + steps + 1
-        self.cache = full_cache(model, method, text, batch, self.room)
+        self.read = read_cache(model, method, text)
 
-    @property
-    def state_bytes(self) -> int:
-        return bytes_held(self.cache, self.method)
+    def full(self) -> EncoderDecoderCache:
+        """The cache of a batch near the end of a target."""
+        return full_cache(self.model, self.method, self.read, self.batch, self.room)
 
     def start(self) -> Turn:
-        cache = empty_cache(self.model, self.method, self.room)
-        return decode(self.model, self.encoded, int(self.target[0, 0]), cache, self.steps)
+        return self._decode(0, empty_cache(self.model, self.method, self.room))
 
-    def end(self) -> Turn:
-        cache = wound_back(self.cache, self.method, self.target.shape[1] - 1)
-        return decode(self.model, self.encoded, int(self.target[0, -1]), cache, self.steps)
+    def end(self, cache: EncoderDecoderCache) -> Turn:
+        return self._decode(-1, cache)
+
+    def _decode(self, last: int, cache: EncoderDecoderCache) -> Turn:
+        encoded = self.encoded.repeat(self.batch, 1, 1)
+        return decode(self.model, encoded, int(self.target[0, last]), cache, self.steps)
 
 
 @torch.no_grad()
@@ -278,15 +278,17 @@ def ready(shape: Shape, method: Method, text: tuple[int, int], batch: int, steps
     model = prepare(make_marian(shape), method)
     if method.compiled:
         compile_step(model, batch)  # it was compiled before, and is on disk
-    Decoder(model, method.name, make_text(model, 4, 2), min(batch, 2), 1).end()
+    short = Decoder(model, method.name, make_text(model, 4, 2), min(batch, 2), 1)
+    short.end(short.full())
     read = make_text(model, *text)
     give_back_memory()
 
     def run() -> None:
         decoder = Decoder(model, method.name, read, batch, steps)
+        cache = decoder.full()
         give_back_memory()
         high_water(reset=True)
-        decoder.end()
+        decoder.end(cache)
 
     return run
 
@@ -300,7 +302,7 @@ def check_state(model: Any, method: str, text: Text, rows: int) -> tuple[Tensor,
 
     The step is one of `rows` equal rows, because a step is compiled for one row or for several.
     """
-    cache = full_cache(model, method, text, rows, text.target.shape[1] + 1)
+    cache = full_cache(model, method, read_cache(model, method, text), rows, text.target.shape[1] + 1)
     given: dict[str, Any] = {"encoder_outputs": _output(text.encoded.repeat(rows, 1, 1))}
     step = model(decoder_input_ids=text.target[:, -1:].repeat(rows, 1), past_key_values=cache, **given).logits
     hidden = model.get_decoder()(text.target, encoder_hidden_states=text.encoded, use_cache=False).last_hidden_state

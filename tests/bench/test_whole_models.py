@@ -91,7 +91,7 @@ def test_decoding_near_the_end_is_decoding_from_the_text(method):
     at_end = model.generate(text.source, decoder_input_ids=text.target, **options)[0, 12:].tolist()
     for _ in range(2):
         assert decoder.start().tokens == at_start
-        turn = decoder.end()
+        turn = decoder.end(decoder.full())
         assert turn.tokens == at_end
         assert len(turn.steps) == 3
 
@@ -103,8 +103,8 @@ def test_no_tokens_per_second_where_logits_or_tokens_are_wrong(tmp_path, monkeyp
         found, expected = right_logits(model, method, *given)
         return (found * 1.001 if method == "t2r" else found), expected
 
-    def wrong_turn(self):
-        turn = right_turn(self)
+    def wrong_turn(self, cache):
+        turn = right_turn(self, cache)
         return turn._replace(tokens=[0, *turn.tokens[1:]]) if self.method in ("static", "mlp_compiled") else turn
 
     monkeypatch.setattr(translators, "check_state", wrong_logits)
@@ -164,7 +164,7 @@ def test_ctranslate2_decodes_the_same_weights(tmp_path):
     peer = ctranslate2_peer.Peer(tmp_path / "converted", "float32", 1)
     try:
         found = peer.decode(source, target, batch=2, steps=3)
-        assert found.tokens == decoder.end().tokens
+        assert found.tokens == decoder.end(decoder.full()).tokens
         assert len(found.steps) == 3
         assert peer.decode(source, [], batch=2, steps=3).tokens == decoder.start().tokens
         likely = torch.tensor(peer.log_likelihoods(source, target))
