@@ -97,6 +97,7 @@ class MemoryAttention(nn.Module):
             options |= {"in_place": self.in_place, "backend": self.backend}
             before = self._begin(k, v) if state is None else state
             options |= {"look": self.control.look if self.control.sees_queries else None}
+            options |= {"by_values": self.control.sees_values}
             answer = kept_attention(q, k, v, self._keep, self.control.choose, before, self.reading, **options)
             if not isinstance(answer, Declined):
                 return answer
@@ -167,6 +168,7 @@ class MemoryAttention(nn.Module):
             memory = empty_memory(k, v, self._rows or 0) if memory is None else memory
             seen = (memory,)
         asks = {"q": scaled_queries(q, self.num_kv_heads, self.scale)} if self.control.sees_queries else {}
+        asks |= {"v": v} if self.control.sees_values else {}
         decided, inner = self.control(source, k, key_padding_mask, inner, *seen, **asks)
         if self.control.linear:
             k = k[..., :0]  # a linear read has no use for the memory of keys

@@ -22,9 +22,9 @@ is below half of 1e-5 the movement is not measured: it could only allow more.
 
 bf16 (autocast) is judged in the same way, with a rounding of 2^-8. Its memory is fp32 and does not round from token to
 token, so the draws are all the rounding there is: 2e-2 is allowed, or twice the movement where that is more.
-Assignments to a cluster are not continuous, nor is what `keydiff`, `knorm` and `tova` keep; keys and queries are off
-before the control sees them, so a draw measures what another choice changes. docs/numerics.md says why, and how to run
-one vector width.
+Assignments to a cluster are not continuous, nor is what `keydiff`, `knorm`, `leverage` and `tova` keep; keys, values
+and queries are off before the control sees them, so a draw measures what another choice changes. docs/numerics.md says
+why, and how to run one vector width.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ VARIANTS = [
     Case("rfa:{n}", {"floor": 3.0}),
     Case("keydiff:{n}", {"block": 3}),
     Case("knorm:{n}", {"block": 4}),
+    Case("leverage:{n}", {"block": 3}),
     Case("tova:{n}", {"block": 3}),
 ]
 COMPOSITIONS = [
@@ -102,6 +103,7 @@ COMPOSITIONS = [
     Case("window:{n}+keydiff:{n}", {"block": 4}),
     Case("global:3+window:5+keydiff:{n}", {"block": 3}),
     Case("global:2+window:{n}+knorm:3+random:{n}", {"block": 2}),
+    Case("global:2+window:{n}+leverage:3+random:{n}", {"block": 2}),
     Case("window:{n}+tova:{n}", {"block": 4}),
     Case("global:3+window:5+tova:{n}", {"block": 3}),
     Case("global:2+window:{n}+tova:3+random:{n}", {"block": 2}),

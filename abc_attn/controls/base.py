@@ -46,6 +46,7 @@ class Control(nn.Module):
     skips_held: bool = False  # ... which this control then leaves to the part that holds them
     sees_memory: bool = False  # `forward` takes the memory before the call as well
     sees_queries: bool = False  # ... and the queries of the tokens, which only causal self-attention has
+    sees_values: bool = False  # ... and their values
     follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
 
     name: str = ""  # as registered
@@ -83,7 +84,8 @@ class Control(nn.Module):
 
         key_padding_mask `b t` is True at padding, which must not count in anything that is normalised or carried on.
         With `sees_memory` there is one more argument, `memory`: what the control's own rows hold before x; with
-        `sees_queries` another, by name: the tokens' queries `q` `b h g t d`, scaled, g of them for each key head.
+        `sees_queries` another, by name: the tokens' queries `q` `b h g t d`, scaled, g of them for each key head; with
+        `sees_values` their values `v` `b h t e`, by name too.
         """
         raise NotImplementedError
 
@@ -413,6 +415,7 @@ class Composition(Control):
         self.mask_empty = any(part.mask_empty for part in parts)
         self.sees_memory = any(part.sees_memory for part in parts)
         self.sees_queries = any(part.sees_queries for part in parts)
+        self.sees_values = any(part.sees_values for part in parts)
         self._sizes = [len(part.inner_shapes()) for part in parts]
 
     def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
@@ -426,6 +429,7 @@ class Composition(Control):
         state: InnerState,
         memory: Memory | None = None,
         q: Tensor | None = None,
+        v: Tensor | None = None,
     ) -> tuple[Write, InnerState]:
         states = self._of_parts(state or ())
         decided: list[tuple[Write, InnerState]] = []
@@ -434,7 +438,7 @@ class Composition(Control):
         for part, own in zip(self.parts, states, strict=True):
             rows = slice(row, row := row + part.rows)
             seen = (Memory(*(x[:, :, rows] for x in memory)),) if part.sees_memory and memory is not None else ()
-            asks = {"q": q} if part.sees_queries else {}
+            asks = ({"q": q} if part.sees_queries else {}) | ({"v": v} if part.sees_values else {})
             if held is None or not part.skips_held:
                 write, own = part(x, k, key_padding_mask, own, *seen, **asks)
             else:  # to this part a held token is as good as padding

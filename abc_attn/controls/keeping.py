@@ -3,7 +3,8 @@
 Decisions fall as tokens B, 2B, 3B, ... of the text arrive, whatever the calls are. At token c B those before c B - w
 have left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that
 it was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows,
-full just before a decision. What a token is worth is said by its key, or by the queries since the last decision.
+full just before a decision. What a token is worth is said by its key, its value, or the queries since the last
+decision.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from abc_attn.controls.base import Control, InnerState, at_least, register_contr
 from abc_attn.core import Keep, Memory, Table, Write, full_precision, has_values, softmax_weights
 
 PIECE = 512  # tokens that are decided about at once: scores of all against all decisions would grow with the square
+_RIDGE = 1e-3  # of the mean square of a value's channels
 _NEVER = torch.iinfo(torch.int64).min
 _PLACES = 2**44  # more than a text has tokens; what is left of 64 bits is for scores
 
@@ -26,7 +28,8 @@ _PLACES = 2**44  # more than a text has tokens; what is left of 64 bits is for s
 class Keeping(Control):
     """A control whose rows hold single tokens: the last ones, and m of the others, chosen by what they are worth.
 
-    That is said by `judge`, from the keys; or, with `sees_queries`, by `look` and `judge_rows`.
+    That is said by `judge`, from the keys, or with `sees_values` from the values; with `sees_queries` by `look` and
+    `judge_rows`.
     """
 
     mask_empty = True
@@ -69,9 +72,11 @@ class Keeping(Control):
         state: InnerState,
         memory: Memory,
         q: Tensor | None = None,
+        v: Tensor | None = None,
     ) -> tuple[Write, InnerState]:
         assert state is not None
-        t, real, keys = k.shape[2], None, k.detach().to(memory.k.dtype)
+        judged, stored = (k, memory.k) if v is None else (v, memory.v)
+        t, real, keys, stored = k.shape[2], None, judged.detach().to(memory.k.dtype), stored.detach()
         q = None if q is None else q.to(memory.k.dtype)
         count, tokens = state[0], torch.full_like(state[0], t)
         if key_padding_mask is not None:  # the real tokens to the front, in order
@@ -81,7 +86,6 @@ class Keeping(Control):
             keys = keys.take_along_dim(order[:, None, :, None], 2)
             q = None if q is None else q.take_along_dim(order[:, None, None, :, None], 3)
         phi, freed = [], []
-        stored = memory.k.detach()
         for start in range(0, t, PIECE):
             new = keys[:, :, start : start + PIECE]
             before = count + tokens.clamp(max=start)
@@ -110,7 +114,8 @@ class Keeping(Control):
     def choose(
         self, stored: Tensor, k: Tensor, before: Tensor, end: Tensor, state: tuple[Tensor, ...], q: Tensor | None = None
     ) -> tuple[Table, tuple[Tensor, ...]]:
-        """Which token each row holds, block by block, as new keys k `b h t d` come to those `stored` `b h n d`.
+        """Which token each row holds, block by block, as new keys k `b h t d` come to those `stored` `b h n d`; with
+        `sees_values` these are values.
 
         Places count the control's own tokens: the first new one has the place `before` `b` (negative: not yet one of
         them), those up to `end` are real. With `sees_queries` the new tokens have queries q `b h g t d`.
@@ -244,6 +249,46 @@ class KNorm(Keeping):
         self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return _grid(-keys.double().norm(dim=-1, keepdim=True).log2() * 1024), others
+
+
+@register_control("leverage")
+class Leverage(Keeping):
+    """Keeps, of what leaves the window, the tokens whose values are the least like all others: of most leverage.
+
+    worth_j = log2 of [v_j, 1]^T (sum of [v, 1] [v, 1]^T)^-1 [v_j, 1], the sum over all tokens that have left: what a
+    least-squares fit to them would follow token j by.
+    """
+
+    sees_values = True
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        size = self.head_dim + 1
+        moment = torch.zeros(batch, heads, size, size, dtype=torch.float64, device=like.device)
+        return *super().begin(batch, heads, like), moment  # type: ignore[misc]
+
+    def judge(
+        self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        values = torch.nn.functional.pad(keys.double(), (0, 1), value=1.0)
+        entering = values.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))  # b h c B d+1
+        place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
+        counts = (place >= 0) & decides[..., None]
+        entering = entering.where(counts[:, None, ..., None], 0)
+        moments = others[0][:, :, None] + (entering.mT @ entering).cumsum(2)  # b h c d+1 d+1
+        spread = moments.diagonal(dim1=-2, dim2=-1)[..., :-1]
+        # Directions in which next to nothing varies, or of which few tokens are known, must not decide alone.
+        ridge = torch.nn.functional.pad((_RIDGE * spread.mean(-1, keepdim=True)).expand_as(spread), (0, 1))
+        inverse = torch.linalg.inv_ex(moments + torch.diag_embed(ridge)).inverse
+        each = values[:, :, None]  # b h 1 s d+1
+        worth = (each @ inverse * each).sum(-1).transpose(2, 3)
+        return _grid(worth.log2() * 1024), [moments[:, :, -1].clone()]
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        count, _, moment = inner
+        gone = (((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)
+        if not bool((moment[..., -1, -1] == gone[:, None]).all() and (moment.diagonal(dim1=-2, dim2=-1) >= 0).all()):
+            raise ValueError(f"this state's moments are not those that {self.title()} has after {count.tolist()[:8]} tokens")
 
 
 @register_control("tova")

@@ -53,13 +53,14 @@ def kept_attention(
     key_padding_mask: Tensor | None = None,
     to_sinks: Tensor | None = None,
     look: Look | None = None,
+    by_values: bool = False,
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, State] | Declined:
     """What the control, whose decisions `choose` gives, and `scan` would give: outputs and state.
 
     `to_sinks`, shaped as q, reads the sinks in the place of q. `look`, of a control that decides by queries, is told
-    of each that reads a memory which nothing is decided about. `in_place`: the memory of `state` may be written to.
+    of each that reads a memory which nothing is decided about. `by_values`: `choose` takes values, not keys. `in_place`: the memory of `state` may be written to.
     """
     if not has_values(k):
         return Declined("where blocks begin is not known in a traced graph")
@@ -89,7 +90,7 @@ def kept_attention(
             last = torch.minimum(end, before + stop)
             asks = None if to_sinks is None else to_sinks[:, :, part]
             piece = (q[:, :, part], asks, k[:, :, part], v[:, :, part])
-            found = _piece(*piece, keep, choose, look is not None, state, last, reading, backend)
+            found = _piece(*piece, keep, choose, look is not None, by_values, state, last, reading, backend)
             if isinstance(found, Declined):
                 return found
             out, state = found
@@ -167,6 +168,7 @@ def _piece(
     keep: Keep,
     choose: Choose,
     by_queries: bool,
+    by_values: bool,
     state: State,
     end: Tensor,
     reading: Reading,
@@ -179,8 +181,9 @@ def _piece(
     # 1. The rows of each block, by the control's decisions
     place = before - sinks
     asks_of = scaled_queries(q, k.shape[1], reading.scale) if by_queries else None
-    stored, inner = memory.k[:, :, sinks:].detach(), _own(keep, state.inner)
-    table, own = choose(stored, k.detach(), place, end - sinks, inner, asks_of)
+    stored, judged = (memory.v, v) if by_values else (memory.k, k)
+    inner = _own(keep, state.inner)
+    table, own = choose(stored[:, :, sinks:].detach(), judged.detach(), place, end - sinks, inner, asks_of)
     blocks, heads = table.place.shape[2], k.shape[1]
     start = (place // size + torch.arange(blocks, device=k.device)[:, None]).mT * size  # b c   where each block begins
     is_kept = (table.place >= 0) & (table.place < (start - window)[:, None, :, None])

@@ -18,6 +18,8 @@ every_way = pytest.mark.parametrize(
         ("global:2+window:5+keydiff:6", "absolute"),
         ("global:2+window:5+keydiff:6", "slot"),
         ("window:5+knorm:6", "slot"),
+        ("global:2+window:5+leverage:6", "absolute"),
+        ("global:2+window:5+leverage:6", "slot"),
         ("global:2+window:5+tova:6", "absolute"),
         ("global:2+window:5+tova:6", "slot"),
     ],
@@ -68,7 +70,7 @@ def test_padding_beams_and_files(control, positions, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kept", ["keydiff", "tova"])
+@pytest.mark.parametrize("kept", ["keydiff", "leverage", "tova"])
 @torch.no_grad()
 def test_what_fits_is_exact(kept):
     """Until the memory is full, it is the source model."""
