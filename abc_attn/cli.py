@@ -33,7 +33,7 @@ LONGEST = {"op": 10**8, "scaling": 10**8, "encode": 10**8, "decode": 10**7, "gen
 LONGEST |= {"translate": 10**5, "encode-model": 10**6}
 MOST = 10**6  # slots, heads, channels, sequences, repetitions
 MOST_GENERATED = 10**4  # tokens at each repetition
-RECALL_METHODS = ("full", "window", "keydiff", "knorm", "tova", "kvpress")
+RECALL_METHODS = ("full", "window", "keydiff", "knorm", "leverage", "tova", "kvpress")
 RECALL_PARTS = ("needles", "perplexity", "bytes")
 
 
@@ -534,7 +534,7 @@ def add_recall(kinds: Any) -> None:
         "recall",
         help=summary,
         description=f"Measure {summary}: facts hidden in a book, perplexity, peak bytes. Full attention, sinks and "
-        "window, keydiff, knorm and tova are compared; and kvpress, if it is installed, by the same rules.",
+        "window, keydiff, knorm, leverage and tova are compared; and kvpress, if it is installed, by the same rules.",
         epilog="example:\n  abc-attn bench recall smollm2 --file book.txt --lengths 1024 4096 --output results",
     )
     kind.add_argument("model", help="an unconverted causal language model: a folder, a .gguf file, a name on the hub")

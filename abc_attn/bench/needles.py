@@ -50,13 +50,25 @@ def hide(kind: str, book: Sequence[int], length: int, depths: Sequence[int], tok
         facts.append(_tokens(tokenizer, told.format(name=name, number=number)))
         question = _tokens(tokenizer, asked.format(name=name))
         questions.append(Question(depth, question, _tokens(tokenizer, f" {number}")))
-    room = length - sum(map(len, facts))
+    text, told_in_all = beginning(tokenizer), sum(map(len, facts))
+    room = length - len(text) - told_in_all
+    if room < 1:
+        raise ValueError(
+            f"--lengths: {length} tokens are too few for {len(facts)} facts, which take {told_in_all}: give longer "
+            "texts, or fewer --depths"
+        )
     start = draw.randrange(len(book) - room)
-    around, text, end = book[start : start + room], [], 0
+    around, end = book[start : start + room], 0
     for depth, fact in sorted(zip(depths, facts, strict=True)):
         begin, end = end, room * depth // 100
         text += [*around[begin:end], *fact]
     return Needles(kind, [*text, *around[end:]], questions)
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The token that every text begins with, if the tokenizer puts one there: the model was trained with it."""
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

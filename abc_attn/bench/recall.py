@@ -32,6 +32,7 @@ from abc_attn.progress import Progress
 SINKS, BLOCK = 4, 64
 WRITTEN = 16  # tokens written after the prompt, where bytes are measured
 REPEATED = 1024  # tokens of the passage that is read again and again
+KEEPING = ("keydiff", "knorm", "leverage", "tova")
 FULL, LEARNED, KVPRESS = "full", "learned", "kvpress"
 PARTS = ("needles", "perplexity", "bytes")
 
@@ -45,62 +46,90 @@ def controls(rows: int) -> dict[str, str | None]:
     if window < 1:
         raise ValueError(f"--rows must be {2 * (SINKS + BLOCK + 1)} or more, got {rows}")
     beside = f"global:{SINKS}+window:{window}"
-    return {
-        FULL: None,
-        "window": f"global:{SINKS}+window:{rows - SINKS}",
-        "keydiff": f"{beside}+keydiff:{kept}",
-        "knorm": f"{beside}+knorm:{kept}",
-        "tova": f"{beside}+tova:{kept}",
-    }
+    found: dict[str, str | None] = {FULL: None, "window": f"global:{SINKS}+window:{rows - SINKS}"}
+    return found | {name: f"{beside}+{name}:{kept}" for name in KEEPING}
 
 
 def run_recall(source: Source, book: str, options: dict[str, Any], output: Path | None) -> None:
     """Run the benchmark, print its tables, write files into `output`."""
+    parts, compared = options["parts"], controls(options["rows"])
+    _check_sizes(options)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)  # fails now, not after minutes of measuring
     started = time.monotonic()
     facts = facts_of(f"recall {source}", options, output)
-    original, tokenizer = load_source(source, dtype="float32"), load_source_tokenizer(source)
+    tokenizer = load_source_tokenizer(source)
     if tokenizer is None:
+        load_source(source)  # its error is the clearer one, if more is wrong than the tokenizer
         raise ValueError(f"{source} has no tokenizer, and texts are needed here")
     tokens = tokenizer(book, add_special_tokens=False).input_ids
     longest = max(*options["lengths"], options["book_tokens"])
     if len(tokens) < longest + 1:
         raise ValueError(f"the book has {len(tokens)} tokens; {longest + 1} are needed for these lengths")
-    parts, compared, results = options["parts"], controls(options["rows"]), []
+    texts = [*_needles(tokenizer, tokens, options)] if "needles" in parts else []
+    begin = needles.beginning(tokenizer)
+    original = load_source(source, dtype="float32")
     chosen = {name: compared[name] for name in compared if name in options["methods"]}
     if options["learned"] is not None:
         compared[LEARNED] = chosen[LEARNED] = _check_learned(options["learned"], original, options["rows"])
     rules = [name for name in PRESSES if name in chosen] or [*PRESSES]
     reason = missing() if KVPRESS in options["methods"] else None
     presses = [f"{KVPRESS} {rule}" for rule in rules if KVPRESS in options["methods"] and not reason]
+    results: list[Result] = []
+    notes = [f"skipped: {reason}"] if reason else []
+
+    def written() -> tuple[str, list[Path]]:
+        """The page of what is measured so far, and the files."""
+        facts.update(load_average_end=load_average(), seconds=round(time.monotonic() - started, 1))
+        report = {"benchmark": "recall", "provenance": facts, "controls": compared, "results": results}
+        report |= {"note": "; ".join(notes)} if notes else {}
+        page = tables(report)
+        return page, [] if output is None else save(report, page, output)
+
     if "needles" in parts or "perplexity" in parts:
-        results += _quality(original, tokenizer, tokens, chosen, presses, options)
+        passages = _passages(begin, tokens, options["book_tokens"]) if "perplexity" in parts else {}
+        found, failures = _quality(original, texts, passages, chosen, presses, options)
+        results += found
+        notes += failures
     if "bytes" in parts:
-        results += _bytes(original, tokens, chosen, presses[:1], options)
-    facts |= {"load_average_end": load_average(), "seconds": round(time.monotonic() - started, 1)}
-    report = {"benchmark": "recall", "provenance": facts, "controls": compared, "results": results}
-    report |= {"note": f"skipped: {reason}"} if reason else {}
-    page = tables(report)
+        if results:
+            written()  # an interrupt of the byte meter does not lose them
+        results += _bytes(original, [*begin, *tokens], chosen, presses[:1], options)
+    page, files = written()
     print(page)
-    if output is not None:
-        print(f"written: {', '.join(map(str, save(report, page, output)))}")
+    if files:
+        print(f"written: {', '.join(map(str, files))}")
+
+
+def _check_sizes(options: dict[str, Any]) -> None:
+    """Refuse sizes of which nothing could be measured, before anything is loaded."""
+    rows, read, depths = options["rows"], options["book_tokens"], len(options["depths"])
+    if "perplexity" in options["parts"] and rows >= read - 1:
+        raise ValueError(
+            f"--rows {rows} hold all of --book-tokens {read}, and perplexity beyond the memory is measured: give "
+            f"--book-tokens {rows + 2} or more, or fewer rows"
+        )
+    if "needles" in options["parts"] and depths > len(needles.NAMES):
+        raise ValueError(f"--depths may be {len(needles.NAMES)}, one for each name that a fact may have; got {depths}")
+
+
+def _passages(begin: list[int], book: list[int], length: int) -> dict[str, list[int]]:
+    """What perplexity is measured on."""
+    return {"book": [*begin, *book][:length], "repeated": [*begin, *book[:REPEATED] * 4][:length]}
 
 
 def _quality(
     original: PreTrainedModel,
-    tokenizer: Any,
-    book: list[int],
+    texts: list[tuple[int, needles.Needles]],
+    passages: dict[str, list[int]],
     chosen: dict[str, str | None],
     presses: list[str],
     options: dict[str, Any],
-) -> list[Result]:
-    texts = [*_needles(tokenizer, book, options)] if "needles" in options["parts"] else []
-    of_book = book[: options["book_tokens"]]
-    read = {"book": of_book, "repeated": (of_book[:REPEATED] * 4)[: options["book_tokens"]]}
-    read = read if "perplexity" in options["parts"] else {}
+) -> tuple[list[Result], list[str]]:
+    """Recall and perplexity; and what to say of presses that failed."""
     results: list[Result] = []
-    steps = len(chosen) * (len(texts) + len(read)) + len(presses) * len(texts)
+    failures: list[str] = []
+    steps = len(chosen) * (len(texts) + len(passages)) + len(presses) * len(texts)
     with Progress("bench recall", steps) as progress:
 
         def ask(name: str, model: PreTrainedModel, press: str | None = None) -> None:
@@ -116,7 +145,7 @@ def _quality(
             learned = name == LEARNED
             model = _learned(options[LEARNED]) if learned else _converted(original, control, options["positions"])
             ask(name, model)
-            for kind, tokens in read.items():
+            for kind, tokens in passages.items():
                 losses = needles.loss_by_token(model, tokens)
                 later = losses[REPEATED if kind == "repeated" else options["rows"] :]
                 found = {"perplexity": needles.perplexity(losses), "perplexity_later": needles.perplexity(later)}
@@ -125,8 +154,11 @@ def _quality(
             del model
             gc.collect()
         for name in presses:  # no perplexity: a press acts once, after a prompt
-            ask(name, original, name.removeprefix(f"{KVPRESS} "))
-    return results
+            try:
+                ask(name, original, name.removeprefix(f"{KVPRESS} "))
+            except Exception as error:  # another package's, of any kind: what was measured before must not be lost
+                failures.append(f"{name} failed: {type(error).__name__}: {' '.join(str(error).split())}")
+    return results, failures
 
 
 def _needles(tokenizer: Any, book: list[int], options: dict[str, Any]) -> Iterable[tuple[int, needles.Needles]]:
@@ -143,7 +175,7 @@ def _needles(tokenizer: Any, book: list[int], options: dict[str, Any]) -> Iterab
 def _converted(original: PreTrainedModel, control: str | None, positions: str) -> PreTrainedModel:
     if control is None:
         return original
-    options: dict[str, Any] = {"block": BLOCK} if any(rule in control for rule in PRESSES) else {}
+    options: dict[str, Any] = {"block": BLOCK} if any(name in control for name in KEEPING) else {}
     return convert(copy.deepcopy(original), control, positions=positions, **options).eval()
 
 
@@ -175,7 +207,7 @@ def _bytes(
     presses: list[str],
     options: dict[str, Any],
 ) -> list[Result]:
-    methods = [*(name for name in chosen if name != "knorm"), *presses]  # knorm has the memory of keydiff
+    methods = [*chosen, *presses]
     results: list[Result] = []
     with (
         TemporaryDirectory() as folder,
@@ -191,7 +223,7 @@ def _bytes(
                 state = Path(folder) / "state-bytes"
                 result["peak_bytes"] = peak_of_process(_ready, *given, state)
                 if result["peak_bytes"] is None:
-                    result["note"] = "the process that measures memory was killed"
+                    result["note"] = "the process that measures memory failed or was killed"
                 else:
                     result["state_bytes"], result["final_bytes"] = map(int, state.read_text().split())
                 results.append(result)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +56,7 @@ class Session:
     """Lines of a user, answered one by one. A line that begins with / is for the session itself."""
 
     def __init__(self, chat: Chat, tokens: int) -> None:
-        self.chat, self.tokens, self.seconds = chat, tokens, 0.0
+        self.chat, self.tokens = chat, tokens
         self.terminal = sys.stdin.isatty()
 
     def run(self) -> None:
@@ -96,11 +95,9 @@ class Session:
         from abc_attn.hf.streaming import as_text
 
         self.chat.ask(text, self.tokens)
-        started = time.perf_counter()
         with between_tokens() as stopped:
             for piece in as_text(self.chat.tokenizer, self.chat.stream.write(self.tokens, stopped)):
                 print(piece, end="", flush=True)
-        self.seconds += time.perf_counter() - started
         print(" [stopped]" if stopped() else "", flush=True)
 
     def _command(self, name: str, argument: str) -> None:
@@ -110,7 +107,12 @@ class Session:
         if name == "/save":
             if not stream.length:
                 raise CommandError("nothing has been said yet: there is no state to save")
-            stream.save(paths.new_file(Path(argument)))
+            file = paths.new_file(Path(argument))
+            with between_tokens() as stopped:  # a question whose reading was stopped is read now
+                saved = stream.save(file, stopped)
+            if not saved:
+                print("stopped: nothing is saved, and the conversation is as it was", file=sys.stderr)
+                return
             size = Path(argument).stat().st_size
             print(f"saved {stream.length:,} tokens as {size:,} bytes: {argument}", file=sys.stderr)
         elif name == "/load":
@@ -121,7 +123,7 @@ class Session:
             stream.reset()
             print("begun anew", file=sys.stderr)
         elif name == "/stats":
-            speed = f", {stream.written / self.seconds:.1f} tokens/s" if self.seconds else ""
+            speed = f", {stream.speed:.1f} tokens/s" if stream.speed else ""
             print(
                 f"{stream.length:,} tokens in this conversation; in this session {stream.read:,} read and "
                 f"{stream.written:,} written{speed}; {describe_cache(stream.model, stream.cache)}"

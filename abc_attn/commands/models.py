@@ -22,7 +22,6 @@ from abc_attn.files import whole_folder
 from abc_attn.tasks import CLASSIFICATION, MASKED_LM, TRANSLATION
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "chat_template.jinja")
@@ -116,8 +115,6 @@ def generate(arguments: argparse.Namespace) -> None:
     import_controls(arguments)
     check_saved_controls(folder, saved)
     with hugging_face():
-        import torch
-
         from abc_attn.hf.streaming import Chat, Stream, as_text
         from abc_attn.models.saved import damaged
 
@@ -141,18 +138,18 @@ def generate(arguments: argparse.Namespace) -> None:
             stream.add(ids, tokens)
         if not stream.pending:
             raise CommandError("the prompt is empty; give at least one word")
-        _check_tokens(model, torch.tensor(stream.pending))
-        read, started = len(stream.pending), None
+        read = len(stream.pending)
         for piece in as_text(tokenizer, stream.write(tokens)):
-            started = started or time.perf_counter()  # the first token includes reading the prompt
             print(piece, end="", flush=True)
-        seconds = time.perf_counter() - (started or 0.0)
         print(flush=True)  # what follows goes to stderr, and may be the same file
         if arguments.save_state is not None:
             stream.save(arguments.save_state)
-        speed = f"{(stream.written - 1) / seconds:.1f} tokens/s" if stream.written > 1 else "one token"
-        size = describe_cache(model, stream.cache)
-        print(f"{read} tokens read, {stream.written} written, {speed}, {size}", file=sys.stderr)
+        written = f"{stream.written} written, {f'{stream.speed:.1f} tokens/s' if stream.speed else 'one token'}"
+        if not stream.written:
+            written = "none written: the model ended the text at once"
+            if not arguments.chat and getattr(tokenizer, "chat_template", None):
+                written += " (with --chat it answers the prompt)"
+        print(f"{read} tokens read, {written}, {describe_cache(model, stream.cache)}", file=sys.stderr)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -209,14 +206,14 @@ def score_text(
     from abc_attn.evaluation.scoring import PAPERS_WINDOW, perplexity, token_nll
     from abc_attn.hf import AdaptiveLM
     from abc_attn.hf.models import has_bounded_state, most_tokens
-    from abc_attn.hf.streaming import NOT_NUMBERS
+    from abc_attn.hf.streaming import NOT_NUMBERS, check_token
     from abc_attn.models.saved import damaged
 
     with damaged("the tokenizer fails"):
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0][:tokens]
     if not len(ids):
         raise ValueError("the tokenizer finds no token in the text: there is nothing to score")
-    _check_tokens(model, ids)
+    check_token(model, int(ids.max()))
     if tokens is not None:
         text = tokenizer.decode(ids)
     limit = most_tokens(model)
@@ -294,15 +291,6 @@ def compile_steps(model: PreTrainedModel, rows: int) -> None:
         compile_decoding(model, rows)
     except NotCompiled as reason:
         print(f"abc-attn: going on uncompiled: {reason}", file=sys.stderr)
-
-
-def _check_tokens(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse tokens that the model has no vector for."""
-    if ids.numel() and (largest := int(ids.max())) >= model.config.vocab_size:
-        raise CommandError(
-            f"the tokenizer gives token {largest}, and the model has {model.config.vocab_size} (vocab_size in "
-            "config.json): they do not belong together"
-        )
 
 
 def describe_cache(model: PreTrainedModel, cache: Any) -> str:

@@ -204,11 +204,15 @@ class Keeping(Control):
         """
         raise NotImplementedError
 
+    def _left(self, count: Tensor) -> Tensor:
+        """How many of `count` tokens have left the window at the last decision."""
+        return (((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)
+
     def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
         super().check_inner(inner, length)
         count, place, *_ = inner
         check_count(count, length, exact=False)
-        local = (((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)  # has not competed
+        local = self._left(count)  # the first place that has not competed
         kept, local = local.clamp(max=self.slots)[:, None], local[:, None, None]
         held, recent = (place >= 0) & (place < local), place >= local
         distinct = place.sort(-1).values
@@ -286,9 +290,11 @@ class Leverage(Keeping):
     def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
         super().check_inner(inner, length)
         count, _, moment = inner
-        gone = (((count - 1).clamp(min=0) // self.block) * self.block - self.window).clamp(min=0)
-        if not bool((moment[..., -1, -1] == gone[:, None]).all() and (moment.diagonal(dim1=-2, dim2=-1) >= 0).all()):
-            raise ValueError(f"this state's moments are not those that {self.title()} has after {count.tolist()[:8]} tokens")
+        left = self._left(count)[:, None]
+        if not bool((moment[..., -1, -1] == left).all() and (moment.diagonal(dim1=-2, dim2=-1) >= 0).all()):
+            raise ValueError(
+                f"this state's moments are not those that {self.title()} has after {count.tolist()[:8]} tokens"
+            )
 
 
 @register_control("tova")

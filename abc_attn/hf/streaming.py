@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,13 +27,16 @@ def _never() -> bool:
 
 
 class Stream:
-    """One text. What was read is in the state (`cache`); what is not yet, in `pending`. Nothing is read twice."""
+    """One text. What was read is in the state (`cache`); what is not yet, in `pending`. Nothing is read twice, except
+    where a model's rotary factors change (`short`)."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 0.0, seed: int = 0) -> None:
         self.model, self.temperature = model, temperature
         self.random = torch.Generator().manual_seed(seed)
         self.ends = _as_set(model.generation_config.eos_token_id)  # tokens that end what is written; they are not kept
+        self.short = _short_length(model)
         self.read = self.written = 0
+        self._timed, self._seconds = 0, 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -40,14 +44,22 @@ class Stream:
         bounded = isinstance(self.model, Stateful)
         self.cache: Any = BoundedCache() if bounded else DynamicCache(config=self.model.config)
         self.pending: list[int] = []
+        self._again: list[int] = []  # what was read, up to `short` tokens, if it may have to be read again
 
     @property
     def length(self) -> int:
         """Tokens of the text so far."""
         return self.cache.get_seq_length() + len(self.pending)
 
+    @property
+    def speed(self) -> float | None:
+        """Tokens written per second, without the first of each `write`: it includes reading what was pending."""
+        return self._timed / self._seconds if self._timed else None
+
     def add(self, tokens: list[int], more: int = 0) -> None:
-        """Append to the text. ValueError if the model has no positions for these tokens and `more` to be written."""
+        """Append to the text. ValueError if the model has no positions for these tokens and `more` to be written, or no
+        vector for one of them."""
+        check_token(self.model, max(tokens, default=0))
         limit = most_tokens(self.model)
         if limit is not None and self.length + len(tokens) + more > limit + 1:  # the last is written and not read
             raise ValueError(
@@ -55,10 +67,12 @@ class Stream:
                 f"be {limit + 1} together, and are {self.length + len(tokens)} and {more}; ask for fewer tokens or "
                 "shorten the prompt"
             )
+        self._check_factors(self.length + len(tokens) + more)
         self.pending += tokens
 
     def write(self, tokens: int, stop: Callable[[], bool] = _never) -> Iterator[int]:
         """The tokens that follow, one by one: at most so many, until an end of the text or until `stop` says so."""
+        before = None
         for _ in range(tokens):
             logits = self._read(stop)
             if logits is None:
@@ -70,14 +84,21 @@ class Stream:
                 return
             self.pending.append(token)
             self.written += 1
+            now = time.perf_counter()
+            if before is not None:
+                self._timed, self._seconds = self._timed + 1, self._seconds + now - before
+            before = now
             yield token
 
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the state after the whole text into a file."""
+    def save(self, file: str | os.PathLike[str], stop: Callable[[], bool] = _never) -> bool:
+        """Write the state after the whole text into a file; False, and no file, if `stop` says so before."""
         if not isinstance(self.model, Stateful):
             raise ValueError(f"a {type(self.model).__name__} has no bounded state to save: convert the model first")
-        self._read(_never)
+        self._read(stop)
+        if stop():
+            return False
         save_state(self.cache, file)
+        return True
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Continue from a state that `save` wrote, in the place of the text so far."""
@@ -95,7 +116,7 @@ class Stream:
                 attention.check_state(state.state, 1, False)
             except ValueError as error:
                 raise ValueError(f"{file} does not fit this model: {error}") from None
-        self.cache, self.pending = cache, []
+        self.cache, self.pending, self._again = cache, [], []
 
     @torch.no_grad()
     def _read(self, stop: Callable[[], bool]) -> Tensor | None:
@@ -104,12 +125,36 @@ class Stream:
         while self.pending:
             if stop():
                 return None
-            ids = torch.tensor([self.pending[:CHUNK]], device=self.model.device)
+            ids = torch.tensor([self._chunk()], device=self.model.device)
             given: Any = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
             logits = self.model(ids, **given).logits[:, -1].float()
             self.read += ids.shape[1]
-            del self.pending[:CHUNK]
+            if self.short is not None and self.cache.get_seq_length() <= self.short:
+                self._again += self.pending[: ids.shape[1]]
+            del self.pending[: ids.shape[1]]
         return logits
+
+    def _chunk(self) -> list[int]:
+        """What is read next. A text that outgrows `short` is read from its beginning on and, up to there, in one call:
+        a call has the factors of its last position, and keys of the short factors do not suit queries of the long."""
+        if self.short is None or not (read := self.cache.get_seq_length()) <= self.short < self.length:
+            return self.pending[:CHUNK]
+        if read:
+            self._check_factors(self.length)
+            text = self._again + self.pending
+            self.reset()
+            self.pending = text
+        return self.pending[: self.short + 1]
+
+    def _check_factors(self, length: int) -> None:
+        """Refuse a text of so many tokens if its beginning would have to be read again and is not known."""
+        read = self.cache.get_seq_length()
+        if self.short is not None and len(self._again) < read <= self.short < length:
+            raise ValueError(
+                f"beyond {self.short} tokens this {type(self.model).__name__} has other rotary factors (longrope) and "
+                f"must read the text again, which a loaded state does not hold; it has read {read}, and would have to "
+                f"go on to {length}: ask for fewer tokens, or begin anew"
+            )
 
     def _choose(self, logits: Tensor) -> int:
         if not self.temperature:
@@ -117,6 +162,21 @@ class Stream:
         # Below the largest, and in fp64: no temperature above 0 overflows.
         apart = (logits - logits.max(-1, keepdim=True).values).double() / self.temperature
         return int(torch.multinomial(apart.softmax(-1).cpu(), 1, generator=self.random))
+
+
+def check_token(model: PreTrainedModel, token: int) -> None:
+    """Refuse a token that the model has no vector for."""
+    if token >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {token}, and the model has {model.config.vocab_size} (vocab_size in "
+            "config.json): they do not belong together"
+        )
+
+
+def _short_length(model: PreTrainedModel) -> int | None:
+    """The length of text beyond which a model's rotary factors are others (longrope, as in Phi-3); None: they stay."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 
 class Chat:

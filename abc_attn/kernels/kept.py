@@ -60,7 +60,8 @@ def kept_attention(
     """What the control, whose decisions `choose` gives, and `scan` would give: outputs and state.
 
     `to_sinks`, shaped as q, reads the sinks in the place of q. `look`, of a control that decides by queries, is told
-    of each that reads a memory which nothing is decided about. `by_values`: `choose` takes values, not keys. `in_place`: the memory of `state` may be written to.
+    of each that reads a memory which nothing is decided about. `by_values`: `choose` takes values, not keys.
+    `in_place`: the memory of `state` may be written to.
     """
     if not has_values(k):
         return Declined("where blocks begin is not known in a traced graph")

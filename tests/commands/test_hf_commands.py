@@ -54,6 +54,24 @@ def test_convert_generate_and_evaluate(llama, tmp_path, capsys):
     assert "perplexity" in capsys.readouterr().out
 
 
+def test_a_text_that_ends_at_once(tmp_path, capsys):
+    model = convert(source(transformers.LlamaForCausalLM), "global:2+window:6", positions="slot")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # all tokens are alike: the first is chosen
+    model.generation_config.update(eos_token_id=0)
+    folder = save(model, tmp_path / "bounded")
+    command = ["generate", str(folder), "--prompt", "w5 w9"]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("2 tokens read, none written: the model ended the text at once, state")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "the model ended the text at once (with --chat it answers the prompt), state" in said
+    assert main([*command, "--chat"]) == 0
+    assert "the model ended the text at once, state" in capsys.readouterr().err
+
+
 def test_an_exact_layer_grows_and_it_says_so(tmp_path, capsys):
     folder = save(convert(source(transformers.LlamaForCausalLM), "mlp:4", layers=[0]), tmp_path / "half")
     assert main(["generate", str(folder), "--prompt", "w5 w9", "--tokens", "3"]) == 0

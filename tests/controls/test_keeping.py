@@ -1,4 +1,4 @@
-"""`keydiff`, `knorm` and `tova`: what they keep, by the rule written out token by token; and any split of a text."""
+"""Controls that keep what matters: what that is, by the rule written out token by token; and any split of a text."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def tokens(t: int, b: int = 1, seed: int = 1) -> torch.Tensor:
 
 
 def seen_by_hand(
-    rule: str, keys: torch.Tensor, queries: torch.Tensor, sinks: int, window: int, most: int, block: int
+    rule: str,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    sinks: int,
+    window: int,
+    most: int,
+    block: int,
 ) -> torch.Tensor:
-    """Which tokens each query of one key head reads, `t t`, from its keys `t d` and queries `g t d`."""
+    """Which tokens each query of one key head reads, `t t`, from its keys and values `t d` and queries `g t d`."""
     t = len(keys)
     seen, kept, waiting = torch.zeros(t, t, dtype=torch.bool), [], []
     attention = {token: [] for token in range(t)}  # what the queries since the last decision have given to it
@@ -48,6 +55,13 @@ def seen_by_hand(
             if rule == "tova":
                 got = {token: sum(attention[token]) / len(attention[token]) for token in kept + out}
                 worth = {token: (round(4096 * math.log2(got[token])), token) for token in got}  # ties: the later
+            if rule == "leverage" and out:
+                ends = F.pad(values, (0, 1), value=1.0)
+                gone = ends[sinks : out[-1] + 1]  # all that have left
+                moment = gone.T @ gone
+                moment += torch.diag(F.pad((gone[:, :-1] ** 2).sum(0).mean().expand(values.shape[1]), (0, 1))) * 1e-3
+                of = {token: ends[token] @ torch.linalg.solve(moment, ends[token]) for token in kept + out}
+                worth = {token: (round(1024 * math.log2(of[token])), token) for token in of}
             attention = {token: [] for token in range(t)}
             kept = sorted(kept + out, key=worth.__getitem__)[-most:]
         if now >= sinks:
@@ -67,6 +81,8 @@ def seen_by_hand(
         ("keydiff:5", (0, 0, 5, 4)),
         ("global:3+window:6+keydiff:5", (3, 6, 5, 4)),
         ("window:3+knorm:4", (0, 3, 4, 7)),
+        ("leverage:5", (0, 0, 5, 4)),
+        ("global:3+window:6+leverage:5", (3, 6, 5, 4)),
         ("tova:5", (0, 0, 5, 4)),
         ("global:3+window:6+tova:5", (3, 6, 5, 4)),
         ("window:3+tova:4", (0, 3, 4, 7)),
@@ -79,7 +95,7 @@ def test_what_is_kept_by_the_rule(control, sizes, heads, backend):
     with torch.no_grad():
         q, k, v = (attn._heads(project(x)) for project in (attn.q_proj, attn.k_proj, attn.v_proj))
         by_key = q[0].unflatten(0, (heads, -1))
-        seen = torch.stack([seen_by_hand(rule, *pair, *sizes) for pair in zip(k[0], by_key, strict=True)])
+        seen = torch.stack([seen_by_hand(rule, *pair, *sizes) for pair in zip(k[0], v[0], by_key, strict=True)])
         assert seen.sum(-1).max() == attn.control.rows  # never more than declared, and all of it is used
         group = HEADS // heads
         k, v, seen = (part.repeat_interleave(group, -3) for part in (k, v, seen))
@@ -112,24 +128,29 @@ def check_splits(number: int, control: str, block: int, t: int, b: int = 1) -> N
                 assert same, (name, cuts)
 
 
-THREE = ["global:2+window:4+keydiff:5", "window:4+knorm:5", "global:2+window:4+tova:5"]
+RULES = [
+    "global:2+window:4+keydiff:5",
+    "window:4+knorm:5",
+    "global:2+window:4+leverage:5",
+    "global:2+window:4+tova:5",
+]
 
 
-@pytest.mark.parametrize("control", [*THREE, "tova:5"])
+@pytest.mark.parametrize("control", [*RULES, "tova:5"])
 def test_a_split_changes_nothing(control):
     check_splits(150, control, block=4, t=33)
 
 
-@pytest.mark.parametrize("control", ["keydiff", "tova"])
+@pytest.mark.parametrize("control", ["keydiff", "leverage", "tova"])
 def test_a_split_inside_long_pieces_changes_nothing(control):
     assert PIECE == kept.PIECE  # tokens that are taken at once
     check_splits(1, f"global:4+window:20+{control}:24", block=64, t=PIECE + 150)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("control", THREE)
+@pytest.mark.parametrize("control", RULES)
 def test_ten_thousand_splits_change_nothing(control):
-    check_splits(5_000, control, block=4, t=33)
+    check_splits(10_000, control, block=4, t=33)
 
 
 def test_the_same_token_twice_is_a_tie_whatever_the_rounding():

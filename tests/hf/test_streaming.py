@@ -20,7 +20,7 @@ from abc_attn.hf import convert, load_state, save_state  # noqa: E402
 from abc_attn.hf.streaming import Chat, Stream, as_text  # noqa: E402
 from abc_attn.models.saved import load_tokenizer  # noqa: E402
 
-LLAMA, GPT2 = transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel
+LLAMA, GPT2, PHI3 = transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel, transformers.Phi3ForCausalLM
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}w6 {{ m.content }} </s> "
     "{% else %}{{ {'user': 'w3', 'system': 'w4'}[m.role] }} {{ m.content }} w5 {% endif %}{% endfor %}"
@@ -115,6 +115,65 @@ def test_a_saved_conversation_goes_on(folder, tmp_path):
         Stream(source(LLAMA)).save(tmp_path / "other")
 
 
+def phi3():
+    """A Phi-3 whose rotary factors are others beyond 16 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    model = source(PHI3, max_position_embeddings=64, original_max_position_embeddings=16)
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    made = PHI3(transformers.Phi3Config(**model.config.to_dict() | {"rope_parameters": rope})).eval()
+    made.load_state_dict(model.state_dict())
+    made.generation_config.update(eos_token_id=None)
+    return made
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_text_is_read_again_where_rotary_factors_change(bounded, tmp_path, monkeypatch):
+    """As generate() does; and a long prompt has the factors of its whole length, however it is added."""
+    monkeypatch.setattr("abc_attn.hf.streaming.CHUNK", 6)
+    model = convert(phi3(), "global:2+window:6") if bounded else phi3()
+    for prompt in ([*range(5, 14)], [*range(5, 29)]):
+        options = {"max_new_tokens": 14, "min_new_tokens": 14, "pad_token_id": 1}
+        expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        stream, begin = Stream(model), 6
+        stream.add(prompt[:begin], 14)
+        stream.add(prompt[begin:], 14)
+        assert [*stream.write(5), *stream.write(9)] == expected
+        assert stream.length == len(prompt) + 14
+        assert stream.read == len(prompt) + 13 + (16 if len(prompt) < 17 else 0)
+
+
+def test_a_loaded_state_cannot_be_read_again(tmp_path):
+    model, told = convert(phi3(), "global:2+window:6"), r"beyond 16 tokens this BoundedPhi3ForCausalLM has other rotary"
+    for length, goes_on in ((9, False), (20, True)):
+        stream = Stream(model)
+        stream.add([*range(5, 5 + length)])
+        stream.save(tmp_path / "state")
+        stream.load(tmp_path / "state")
+        stream.add([40])
+        if goes_on:
+            assert len([*stream.write(9)]) == 9
+            continue
+        with pytest.raises(ValueError, match=told):
+            stream.add([41, 42], 5)
+        with pytest.raises(ValueError, match=told):
+            [*stream.write(9)]
+
+
+def test_speed_is_of_writing_alone(chat, monkeypatch):
+    """A prompt takes 100 s to read here, and a step 2 s."""
+    clock = [0.0]
+    monkeypatch.setattr("abc_attn.hf.streaming.time.perf_counter", lambda: clock[0])
+
+    def passes(module, given):
+        clock[0] += 100 if given[0].shape[1] > 1 else 2
+
+    chat.stream.model.register_forward_pre_hook(passes)
+    assert chat.stream.speed is None
+    said(chat, "w10 w11")
+    said(chat, "w12 w13")
+    assert chat.stream.speed == 0.5
+
+
 def say_twice(chat):
     again = Chat(chat.stream, chat.tokenizer)
     return said(again, "w10"), said(again, "w11")
@@ -190,6 +249,41 @@ def test_ctrl_c_stops_the_answer_and_not_the_session(folder, tmp_path, monkeypat
     assert shown[0] == " ".join(plain[0].split()[:2]) + " [stopped]"
     assert len(shown[1].split()) == 5
     assert shown[2].startswith("17 tokens in this conversation")
+
+
+def test_ctrl_c_in_save_loses_the_file_and_not_the_conversation(folder, tmp_path, monkeypatch, capsys):
+    """A question that was stopped is read by /save; a second Ctrl-C is answered between two chunks, or after them."""
+    monkeypatch.setattr("abc_attn.hf.streaming.CHUNK", 3)
+    chunk, made = Stream._chunk, []
+
+    def interrupted(self):
+        made.append(1)
+        if len(made) <= 3:  # of 7 tokens: in the question, in the first /save, after all is read in the second
+            os.kill(os.getpid(), signal.SIGINT)
+        return chunk(self)
+
+    monkeypatch.setattr(Stream, "_chunk", interrupted)
+    stopped, saved = str(tmp_path / "stopped"), str(tmp_path / "saved")
+    lines = ["w10 w11 w12 w13", f"/save {stopped}", f"/save {stopped}", f"/save {saved}", "/stats"]
+    shown, told = session(lines, folder, monkeypatch, capsys)
+    assert shown[0] == " [stopped]"
+    assert told[:2] == ["stopped: nothing is saved, and the conversation is as it was"] * 2
+    assert told[2].startswith("saved 7 tokens as ")
+    assert {path.name for path in tmp_path.iterdir()} == {"chat", "saved"}
+    assert shown[1].startswith("7 tokens in this conversation; in this session 7 read")
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(folder, monkeypatch, capsys):
+    """Each turn is checked before it becomes part of the text: the next may do without the token."""
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["w99"])
+    tokenizer.save_pretrained(folder)
+    expected, _ = session(["w10"], folder, monkeypatch, capsys)
+    shown, told = session(["w99", "w10"], folder, monkeypatch, capsys)
+    problem = "the tokenizer gives token 61, and the model has 61 (vocab_size in config.json): they do not belong to"
+    assert [line.partition(problem)[0] for line in told] == ["abc-attn: error: "]
+    assert shown == expected
+    refused_in_one_line(["generate", str(folder), "--chat", "--prompt", "w99"], problem, capsys)
 
 
 def test_generate_answers_and_goes_on(folder, tmp_path, monkeypatch, capsys):
