@@ -4,7 +4,7 @@ Decisions fall as tokens B, 2B, 3B, ... of the text arrive, whatever the calls a
 have left the window; the m best of them stay, the others free their rows. A token never moves: it stays in the row that
 it was written into, and the tokens of the next block enter the rows that were freed. So the memory is w + m + B rows,
 full just before a decision. What a token is worth is said by its key, its value, or the queries since the last
-decision.
+decision. With `longest`, tokens that are further back lose to all others: none stays for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from abc_attn.core import Keep, Memory, Table, Write, full_precision, has_values
 PIECE = 512  # tokens that are decided about at once: scores of all against all decisions would grow with the square
 _RIDGE = 1e-3  # of the mean square of a value's channels
 _NEVER = torch.iinfo(torch.int64).min
+_MOST = 2**18  # of a score, either way
 _PLACES = 2**44  # more than a text has tokens; what is left of 64 bits is for scores
 
 
@@ -38,9 +39,10 @@ class Keeping(Control):
     follows_window = True
     window = 0  # tokens that do not compete yet; the window beside it, which `+` joins to it
 
-    def __init__(self, slots: int, *, block: int = 64, **sizes: Any) -> None:
+    def __init__(self, slots: int, *, block: int = 64, longest: int | None = None, **sizes: Any) -> None:
         super().__init__(slots, **sizes)
         self.block = at_least(1, block=block)
+        self.longest = None if longest is None else at_least(1, longest=longest)
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -147,6 +149,8 @@ class Keeping(Control):
                     of_row, others = self.judge_rows(place, start, decides[:, i, None, None], others)
                 else:
                     of_row = worth[..., min(i, worth.shape[-1] - 1)].take_along_dim(source, 2)
+                if self.longest is not None:  # rotary positions end: what is further back is the first to go
+                    of_row = of_row.masked_fill(place < start - self.longest, -_MOST - 1)
                 competes = (place >= 0) & (place < start - self.window) & decides[:, i, None, None]
                 # On a tie the later token stays: then no two are equal.
                 score = (of_row * _PLACES + place).masked_fill(~competes, _NEVER)
@@ -337,4 +341,4 @@ class Tova(Keeping):
 def _grid(score: Tensor) -> Tensor:
     """Scores as whole numbers. The same token twice has equal scores, and must have them whatever the rounding of a
     product is, which differs from one way to split a text to another."""
-    return score.nan_to_num(0, 2.0**18, -(2.0**18)).clamp(-(2.0**18), 2.0**18).round().long()
+    return score.nan_to_num(0, _MOST, -_MOST).clamp(-_MOST, _MOST).round().long()

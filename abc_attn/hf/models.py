@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from abc_attn.attention import MemoryAttention
 from abc_attn.controls import Control, make_control
+from abc_attn.controls.keeping import Keeping
 from abc_attn.hf.attention import IMPLEMENTATION, ConvertedAttention
 from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
@@ -193,12 +194,16 @@ class BoundedModel(Stateful):
             return make_control(control, slots, **sizes, **options)
 
     def _count_positions_in_slots(self) -> None:
+        config: Any = self.config
         owners: list[Any] = [module for module in self.modules() if hasattr(module, "rotary_emb")]
         if not owners:
             raise ValueError(f"positions='slot' needs rotary positions, which {type(self).__name__} does not have")
         controls: list[Any] = [*self.controls.values(), *(attention.control for attention in self.attentions())]
         if not controls[0].grows and any(control.grows for control in controls):
             raise ValueError("positions='slot' is one rotation for all layers: leave out layers=")
+        for part in (part for control in self.controls.values() for part in control.modules()):
+            if isinstance(part, Keeping) and part.longest is None:  # what is kept has its true distance, and these end
+                part.longest = max(1, config.max_position_embeddings - part.rows)
         for owner in owners:
             owner.rotary_emb = SlotRotary(owner.rotary_emb, controls[0])
 

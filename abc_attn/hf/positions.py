@@ -61,8 +61,8 @@ def check_slots(control: Control) -> None:
     window = band is not None and band.window and band.dilation == 1
     if not (window or control.keep() or (control.sinks() and control.rows > control.sinks())):
         raise ValueError(
-            "positions='slot' is for tokens kept whole: 'window', ungated, or the first tokens ('global') beside any "
-            f"other, not {control.title()}; use positions='absolute'"
+            "positions='slot' is for tokens kept whole: 'window', ungated, 'keydiff', 'knorm', 'leverage' or 'tova'; or "
+            f"the first tokens ('global') beside any other; not {control.title()}; use positions='absolute'"
         )
 
 

@@ -106,9 +106,22 @@ def test_what_is_kept_by_the_rule(control, sizes, heads, backend):
         assert error(attn.float()(x.float()).double(), expected) <= 1e-5  # heads of 16 channels: native bands too
 
 
-def check_splits(number: int, control: str, block: int, t: int, b: int = 1) -> None:
+@pytest.mark.parametrize("rule", ["keydiff", "leverage"])
+def test_no_token_stays_longer_than_the_longest(rule):
+    """A token that is too old goes as others come: after as many as there are slots, and a block, it is gone."""
+    ages = {}
+    for longest in (None, 20):
+        attn, x = attention(f"window:3+{rule}:5", block=4, longest=longest), tokens(400)
+        with torch.no_grad():
+            _, state = attn(x, return_state=True)
+        ages[longest] = 400 - int(state.inner[1][state.inner[1] >= 0].min())
+    assert ages[20] <= 20 + 5 + 2 * 4 < ages[None]
+    check_splits(20, f"window:3+{rule}:5", block=4, t=60, longest=20)
+
+
+def check_splits(number: int, control: str, block: int, t: int, b: int = 1, longest: int | None = None) -> None:
     """Random splits give the outputs and the state of the whole; no state has more rows than declared."""
-    attn, x = attention(control, block=block), tokens(t, b)
+    attn, x = attention(control, block=block, longest=longest), tokens(t, b)
     draw = random.Random(0)
     with torch.no_grad():
         y, whole = attn(x, return_state=True)
