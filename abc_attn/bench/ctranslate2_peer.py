@@ -48,13 +48,14 @@ class Decoded(NamedTuple):
 
 def continued(start: Decoded, reached: Decoded, factor: float) -> Decoded:
     """A decoding `factor` times as far into the target as `reached`. Keys and values grow by as much at every token,
-    and with them the time of a step and the memory: both are continued as a line from the start of the target."""
+    and with them the time of a step and the memory: both are continued as a line from the start of the target. Where
+    noise lets that line fall, they stay as measured: a step further on takes no less."""
     if factor == 1:
         return reached
     base = statistics.median(start.steps)
-    steps = [base + factor * (seconds - base) for seconds in reached.steps]
+    steps = [max(seconds, base + factor * (seconds - base)) for seconds in reached.steps]
     peak = start.peak_bytes + factor * (reached.peak_bytes - start.peak_bytes)
-    return Decoded(reached.first, steps, [], int(peak))
+    return Decoded(reached.first, steps, [], max(reached.peak_bytes, int(peak)))
 
 
 class Peer:

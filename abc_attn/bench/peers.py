@@ -8,8 +8,11 @@ generate`: a step, a look at the logits, the likeliest token.
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,13 @@ LLAMA = "llama_cpp"
 
 
 def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tuple[list[Row], dict[str, float]]:
-    """Steps of decoding from each context, one sequence: tokens per second."""
+    """Steps of decoding from each context, one sequence: tokens per second. ValueError if none can be compiled."""
     from abc_attn.bench import models as caches  # brings transformers
+    from abc_attn.hf.compiled import check_compiler
 
     caches.check_control(control)
+    with _refused():
+        check_compiler()
     contexts = sorted(contexts)
     rows: list[Row] = []
     ours: dict[str, dict[Work, Callable[[], object]]] = {method: {} for method in PEERS if method != LLAMA}
@@ -45,8 +51,9 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
             models[method] = caches.convert(caches.load_original(None), control, **given).eval()
             progress(f"the model for {method}")
             if compiled:
+                expected = _logits(models[method])
                 summary |= {f"{what}, {weights}": seconds for what, seconds in _compile(models[method]).items()}
-                checks[method] = _check(models[method])
+                checks[method] = _difference(_logits(models[method]), expected)
                 kept = {tensor.data_ptr(): tensor.nbytes for tensor in models[method].state_dict().values()}
                 summary[f"bytes of the weights, {weights}"] = float(sum(kept.values()))
                 progress(f"check of {method}")
@@ -94,33 +101,60 @@ def peer(control: str, contexts: list[int], tokens: int, repetitions: int) -> tu
     return rows, summary
 
 
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What cannot be compiled is a refusal: most of what is to be measured would be missing."""
+    from abc_attn.hf.compiled import NotCompiled
+
+    try:
+        yield
+    except NotCompiled as reason:
+        raise ValueError(f"the steps cannot be compiled: {reason}") from reason
+
+
+@contextmanager
+def _empty_caches() -> Iterator[None]:
+    """Our cache of graphs and inductor's of compiled code are empty, as on a machine that has compiled nothing."""
+    from torch._inductor.utils import fresh_cache
+
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as folder, fresh_cache():
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["XDG_CACHE_HOME"]
+            else:
+                os.environ["XDG_CACHE_HOME"] = before
+
+
 def _compile(model: Any) -> dict[str, float]:
     """Compile a model's step, and load it once more: the seconds of both."""
     from abc_attn.hf.compiled import compile_decoding, stop_compiled
 
     taken = {}
-    for what in ("seconds to a compiled step, first", "seconds to a compiled step, from disk"):
-        stop_compiled(model)
-        started = time.perf_counter()
-        compile_decoding(model, 1)
-        taken[what] = time.perf_counter() - started
+    with _empty_caches(), _refused():
+        for what in ("seconds to a compiled step, first", "seconds to a compiled step, from disk"):
+            stop_compiled(model)
+            started = time.perf_counter()
+            compile_decoding(model, 1)
+            taken[what] = time.perf_counter() - started
     return taken
 
 
 @torch.no_grad()
-def _check(model: Any) -> float:
-    """How far the logits of compiled steps are from those of uncompiled ones; infinity if a token differs."""
-    from abc_attn.hf.compiled import compile_decoding, stop_compiled
+def _logits(model: Any) -> Tensor:
+    """The logits of some steps from a full memory, each with the likeliest token of the one before: t v."""
+    cache, token, found = _full_cache(model, READ), torch.full((1, 1), 3), []
+    for _ in range(CHECKED):
+        found.append(model(input_ids=token, past_key_values=cache).logits[:, -1])
+        token = found[-1].argmax(-1, keepdim=True)
+    return torch.cat(found)
 
-    found: dict[bool, list[Tensor]] = {}
-    for compiled in (False, True):
-        compile_decoding(model, 1) if compiled else stop_compiled(model)
-        cache = _full_cache(model, READ)
-        found[compiled], token = [], torch.full((1, 1), 3)
-        for _ in range(CHECKED):
-            found[compiled].append(model(input_ids=token, past_key_values=cache).logits[:, -1])
-            token = found[compiled][-1].argmax(-1, keepdim=True)
-    ours, expected = torch.cat(found[True]), torch.cat(found[False])
+
+def _difference(ours: Tensor, expected: Tensor) -> float:
+    """How far the logits of compiled steps are from those of uncompiled ones; infinity if a token differs."""
     return error(ours, expected) if torch.equal(ours.argmax(-1), expected.argmax(-1)) else float("inf")
 
 

@@ -61,7 +61,7 @@ def check_slots(control: Control) -> None:
     window = band is not None and band.window and band.dilation == 1
     if not (window or control.keep() or (control.sinks() and control.rows > control.sinks())):
         raise ValueError(
-            "positions='slot' is for tokens kept whole: 'window', ungated, 'keydiff', 'knorm', 'leverage' or 'tova'; or "
+            "positions='slot' is for tokens kept whole: 'window', ungated, 'keydiff', 'knorm', 'leverage', 'tova'; or "
             f"the first tokens ('global') beside any other; not {control.title()}; use positions='absolute'"
         )
 

@@ -21,7 +21,7 @@ from abc_attn.controls import Control
 from abc_attn.controls.base import unknown_controls
 from abc_attn.files import write_checksums, write_whole
 from abc_attn.hf.cache import BoundedCache
-from abc_attn.hf.compiled import NotCompiled, compile_decoding, run_compiled
+from abc_attn.hf.compiled import compiled_call, run_compiled
 from abc_attn.hf.loading import CHECKSUMS, WEIGHTS, check_loaded, check_weights
 
 # A module that save_pretrained writes beside a model. transformers runs it for those who trust_remote_code, and finds
@@ -79,13 +79,14 @@ class Stateful(PreTrainedModel):
         return super().__call__(*arguments, **given) if answer is None else answer
 
     def generate(self, *arguments: Any, compiled: bool = False, **options: Any) -> Any:
-        """As in transformers; `compiled`: steps of decoding run as one graph (see compile_decoding), where they can."""
-        if compiled:
-            try:
-                compile_decoding(self)
-            except NotCompiled as reason:
+        """As in transformers; `compiled`: steps of decoding run as one graph (see compile_decoding) in this call, where
+        they can."""
+        if not compiled:
+            return super().generate(*arguments, **options)  # type: ignore[misc]
+        with compiled_call(self) as reasons:
+            for reason in reasons:
                 warnings.warn(f"generate(compiled=True) goes on uncompiled: {reason}", stacklevel=2)
-        return super().generate(*arguments, **options)  # type: ignore[misc]
+            return super().generate(*arguments, **options)  # type: ignore[misc]
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind that generate() needs."""

@@ -178,6 +178,8 @@ def test_ctranslate2_is_continued_as_a_line():
     reached = ctranslate2_peer.Decoded(8.0, [2.0, 3.0], [6], 150)
     assert ctranslate2_peer.continued(start, reached, 1.0) == reached
     assert ctranslate2_peer.continued(start, reached, 4.0) == (8.0, [5.0, 9.0], [], 300)
+    noisy = ctranslate2_peer.Decoded(8.0, [0.5, 3.0], [6], 90)  # faster, and smaller, than at the start
+    assert ctranslate2_peer.continued(start, noisy, 4.0) == (8.0, [0.5, 9.0], [], 90)
 
 
 def test_whole_encoders(tmp_path, monkeypatch):
