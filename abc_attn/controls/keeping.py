@@ -198,6 +198,13 @@ class Keeping(Control):
         """
         raise NotImplementedError
 
+    def _leaving(self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor) -> Tensor:
+        """Of what `judge` is given, the tokens that leave the window at each decision: `b h c B d`, zeros for none."""
+        found = keys.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))
+        place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
+        counts = (place >= 0) & decides[..., None]
+        return found.where(counts[:, None, ..., None], 0)
+
     def judge_rows(
         self, place: Tensor, start: Tensor, decides: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
@@ -241,10 +248,7 @@ class KeyDiff(Keeping):
         self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         unit = torch.nn.functional.normalize(keys.double(), dim=-1)
-        entering = unit.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))  # b h c B d
-        place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
-        counts = (place >= 0) & decides[..., None]
-        totals = others[0][:, :, None] + entering.where(counts[:, None, ..., None], 0).sum(3).cumsum(2)  # b h c d
+        totals = others[0][:, :, None] + self._leaving(unit, line, decides, left).sum(3).cumsum(2)  # b h c d
         cosine = unit @ torch.nn.functional.normalize(totals, dim=-1).mT
         return _grid(-cosine * 4096), [totals[:, :, -1].clone()]
 
@@ -278,11 +282,8 @@ class Leverage(Keeping):
         self, keys: Tensor, line: Tensor, decides: Tensor, left: Tensor, others: Sequence[Tensor]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         values = torch.nn.functional.pad(keys.double(), (0, 1), value=1.0)
-        entering = values.take_along_dim(line[..., None], 2).unflatten(2, (-1, self.block))  # b h c B d+1
-        place = (left + torch.arange(line.shape[2], device=line.device)).unflatten(1, (-1, self.block))  # b c B
-        counts = (place >= 0) & decides[..., None]
-        entering = entering.where(counts[:, None, ..., None], 0)
-        moments = others[0][:, :, None] + (entering.mT @ entering).cumsum(2)  # b h c d+1 d+1
+        leaving = self._leaving(values, line, decides, left)
+        moments = others[0][:, :, None] + (leaving.mT @ leaving).cumsum(2)  # b h c d+1 d+1
         spread = moments.diagonal(dim1=-2, dim2=-1)[..., :-1]
         # Directions in which next to nothing varies, or of which few tokens are known, must not decide alone.
         ridge = torch.nn.functional.pad((_RIDGE * spread.mean(-1, keepdim=True)).expand_as(spread), (0, 1))
