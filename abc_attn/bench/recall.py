@@ -334,10 +334,18 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def save(report: dict[str, Any], page: str, folder: Path) -> list[Path]:
     """Write the report's JSON, Markdown and plot; returns what was written."""
 
+    results = report["results"]
+    panels = [
+        ([each for each in results if "right" in each], "right", "share of the facts recalled"),
+        ([each for each in results if each.get("peak_bytes")], "peak_bytes", "peak bytes beyond the weights"),
+    ]
+    panels = [panel for panel in panels if panel[0]]
+
     def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        _lines(left, [each for each in report["results"] if "right" in each], "right", "facts recalled")
-        _lines(right, [each for each in report["results"] if each.get("peak_bytes")], "peak_bytes", "peak bytes")
+        for axes, panel in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0] if panels else (), panels, strict=True
+        ):
+            _lines(axes, *panel)
 
     return save_files(folder, "recall", report, page, draw)
 
@@ -349,7 +357,9 @@ def _lines(axes: Any, results: Sequence[Result], field: str, title: str) -> None
         lengths = sorted({each["length"] for each in own})
         means = [statistics.fmean(each[field] for each in own if each["length"] == length) for length in lengths]
         axes.plot(lengths, means, marker="osD^vPX*"[number % 8], label=method)
+    ticks = sorted({each["length"] for each in results})
     axes.set(title=title, xlabel="tokens of the text", xscale="log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
     axes.grid(True, alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
