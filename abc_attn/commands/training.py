@@ -24,6 +24,7 @@ def train(arguments: argparse.Namespace) -> None:
         values = read_recipe(recipe) | overrides
     import_controls(arguments)
     check_controls(values.get("control"))
+    keep_freed_memory()
     if arguments.grid:
         _train_grid(recipe, overrides, {key: parse_value(value) for key, value in arguments.grid})
         return
@@ -31,7 +32,6 @@ def train(arguments: argparse.Namespace) -> None:
         from abc_attn.training import load_recipe, prepare
 
         run = prepare(load_recipe(recipe, overrides), resume=arguments.resume)
-    keep_freed_memory()
     with resumable(), explained("train"):
         run()
 
@@ -45,7 +45,6 @@ def _train_grid(recipe: Path, overrides: dict[str, Any], grid: dict[str, Any]) -
         runs = points(recipe, overrides, grid)
         for run in runs:
             run.make_task().check()
-    keep_freed_memory()
     with resumable(), explained("train"):
         found = search(runs)
     for run, done in zip(runs, found.trained, strict=True):
@@ -92,6 +91,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
         overrides = {key: parse_value(value) for key, value in arguments.set}
     import_controls(arguments)
     check_controls(overrides.get("control"))
+    keep_freed_memory()
     with explained("train"):
         from abc_attn.training import tables
 
@@ -104,7 +104,6 @@ def reproduce(arguments: argparse.Namespace) -> None:
             recipes=folder,
             results=arguments.output,
         )
-    keep_freed_memory()
     with resumable(), explained("train"):
         print(tables.reproduce(table, arguments.scale, plans, arguments.output))
 
