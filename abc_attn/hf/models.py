@@ -27,7 +27,7 @@ from abc_attn.hf.cache import BoundedCache, check_columns
 from abc_attn.hf.families import FAMILIES, Family
 from abc_attn.hf.int8 import INT8, to_int8
 from abc_attn.hf.positions import POSITIONS, DecoderPositions, SlotRotary
-from abc_attn.hf.stateful import Stateful, model_card
+from abc_attn.hf.stateful import Stateful, known_by_name, model_card
 from abc_attn.memory_limit import check_fits
 
 SITES = ("self", "cross", "encoder")
@@ -346,6 +346,7 @@ def register_family(family: Family) -> None:
         body["accepts_loss_kwargs"] = "loss_function" in inspect.unwrap(original.forward).__code__.co_names
         bounded = type(f"Bounded{family.name}{kind}", (BoundedModel, original), body)
         auto.register(config, bounded)
+        known_by_name(bounded)
         BOUNDED[original] = CLASSES[bounded.__name__] = bounded
 
 

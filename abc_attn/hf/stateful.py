@@ -222,6 +222,19 @@ class Stateful(PreTrainedModel):
         )
 
 
+def known_by_name(cls: type[PreTrainedModel]) -> None:
+    """Makes a class an attribute of transformers: `transformers serve` (5.22) looks there for the name that config.json
+    gives, and does not ask the Auto classes.
+
+    transformers imports itself once more on the way (processing_utils.py), so the module that serve holds may be an
+    older one than that in sys.modules.
+    """
+    serving = sys.modules.get("transformers.cli.serving.model_manager")
+    for module in (sys.modules["transformers"], getattr(serving, "transformers", None)):
+        if module is not None:
+            setattr(module, cls.__name__, cls)
+
+
 def shim(names: Iterable[str]) -> str:
     """The text of SHIM."""
     needs = "it needs: pip install 'abc-attn[hf]'"

@@ -25,7 +25,7 @@ from abc_attn.attention import BoundedAttention
 from abc_attn.controls import Control, make_control
 from abc_attn.core import memory_dtype
 from abc_attn.hf.cache import BoundedCache, bounded_layer
-from abc_attn.hf.stateful import Stateful, model_card, use_control
+from abc_attn.hf.stateful import Stateful, known_by_name, model_card, use_control
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 POSITIONS = ("sinusoids", "rotary", "none")
@@ -468,3 +468,4 @@ class AdaptiveLM(Stateful, GenerationMixin):  # type: ignore[misc]
 
 AutoConfig.register(AdaptiveLMConfig.model_type, AdaptiveLMConfig)
 AutoModelForCausalLM.register(AdaptiveLMConfig, AdaptiveLM)
+known_by_name(AdaptiveLM)
