@@ -155,7 +155,7 @@ class MemoryAttention(nn.Module):
             assert inner is not None
             inner = (below, *inner[1:])
         options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "backend": self.backend}
-        mean = self.control.mean(source)
+        mean = self.control.mean(source, key_padding_mask)
         if mean is not None:
             assert inner is not None
             options |= {"log_keep": mean.log_keep, "causal": self.causal, "in_place": self.in_place}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Those of this package, in the order of CONTROLS; tests/test_structure.py compares.
 BUILT_IN = (
-    "softmax", "window", "dilated", "global", "random", "compressive", "linformer", "mlp", "slots", "keydiff", "knorm",
-    "leverage", "tova", "keep", "cluster", "luna", "workspace", "elu", "rfa", "t2r", "favor", "dpfp",
+    "softmax", "window", "dilated", "global", "random", "compressive", "linformer", "mlp", "slots", "placed", "keydiff",
+    "knorm", "leverage", "tova", "keep", "cluster", "luna", "workspace", "elu", "rfa", "t2r", "favor", "dpfp",
 )  # fmt: skip
 
 

@@ -93,8 +93,8 @@ class Control(nn.Module):
         """log w, `b h t n`, of a control that is a running mean and no more: one kernel then does it all."""
         return None
 
-    def mean(self, x: Tensor) -> Mean | None:
-        """The same of a control whose means may forget."""
+    def mean(self, x: Tensor, key_padding_mask: Tensor | None) -> Mean | None:
+        """The same of a control whose means may forget, or whose weights depend on how many tokens there are."""
         weights = self.log_weights(x)
         return None if weights is None else Mean(weights)
 

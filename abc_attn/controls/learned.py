@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from abc_attn.checks import check_log_total
 from abc_attn.controls.base import Control, InnerState, register_control
 from abc_attn.controls.gates import Gate, SlotGate
+from abc_attn.controls.positional import count_positions
 from abc_attn.core import Mean, Write, memory_dtype
 from abc_attn.normaliser import empty_total, log_sigmoid, running_mean
 
@@ -26,8 +28,30 @@ def at_least_one(**option: float) -> float:
     return float(value)
 
 
+class Averaging(Control):
+    """A control whose slots are weighted means of the tokens: its own state is the logarithm of the sum of weights."""
+
+    gate: Gate | SlotGate | None
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return (empty_total(batch, heads, self.slots, like),)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_log_total(inner[0], gated=self.gate is not None)
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        mean = self.mean(x, key_padding_mask)
+        assert mean is not None
+        write, log_total = running_mean(mean, state[0], key_padding_mask, causal=self.causal)
+        return write, (log_total,)
+
+
 @register_control("mlp")
-class MLP(Control):
+class MLP(Averaging):
     """ABC_MLP: alpha_t = act(W x_t / temperature); each slot is the alpha-weighted mean of the tokens so far.
 
     Not in the paper: `activation="softmax"` lets slots compete for a token; `gate="head"` or "slot" lets means forget.
@@ -80,13 +104,6 @@ class MLP(Control):
     def causal_states_differ(self) -> bool:
         return self.normalization == "write"  # a sum of shares against a mean
 
-    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
-        return (empty_total(batch, heads, self.slots, like),)
-
-    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
-        super().check_inner(inner, length)
-        check_log_total(inner[0], gated=self.gate is not None)
-
     def logits(self, x: Tensor) -> Tensor:
         """W_phi x / temperature: b t D -> b h t n."""
         return self.proj(x / self.temperature).unflatten(-1, (self.num_heads, self.slots)).transpose(1, 2)
@@ -94,17 +111,15 @@ class MLP(Control):
     def forward(
         self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
     ) -> tuple[Write, InnerState]:
+        if self.normalization == "mean" or not self.causal:
+            return super().forward(x, k, key_padding_mask, state)
         assert state is not None
-        mean = self.mean(x)
-        if mean is not None:
-            write, log_total = running_mean(mean, state[0], key_padding_mask, causal=self.causal)
-            return write, (log_total,)
         # The footnote of section 4: alpha_t is divided by the sum up to t as it is written, and stays as it is.
         write, log_total = running_mean(Mean(self.log_alpha(x)), state[0], key_padding_mask, causal=True)
         write = write._replace(log_decay=None)
         return self.gate.apply_to(write, x, causal=True) if isinstance(self.gate, Gate) else write, (log_total,)
 
-    def mean(self, x: Tensor) -> Mean | None:
+    def mean(self, x: Tensor, key_padding_mask: Tensor | None) -> Mean | None:
         if self.normalization != "mean" and self.causal:
             return None
         return Mean(self.log_alpha(x), None if self.gate is None else self.gate.log_keep(x))
@@ -123,12 +138,14 @@ class MLP(Control):
 
 
 @register_control("slots")
-class Slots(Control):
+class Slots(Averaging):
     """Learned slots that forget, each at its own rate: f_t = sigmoid(W x_t + b)^(1/exponent), and 1 - f_t enters.
 
     memory_t = f_t memory_{t-1} + (1 - f_t) [k_t, v_t], divided by the same sum of ones: `mlp` with gate="slot" and all
     alphas equal. Half-lives start at 1 token to `half_life` (SlotGate). Not in the paper.
     """
+
+    gate: SlotGate
 
     def __init__(self, slots: int, *, half_life: float = 512.0, exponent: float = 8.0, **sizes: Any) -> None:
         super().__init__(slots, **sizes)
@@ -143,19 +160,48 @@ class Slots(Control):
     def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
         return (sizes["embed_dim"] + 1) * sizes["num_heads"] * slots
 
-    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
-        return (empty_total(batch, heads, self.slots, like),)
-
-    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
-        super().check_inner(inner, length)
-        check_log_total(inner[0], gated=True)
-
-    def forward(
-        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
-    ) -> tuple[Write, InnerState]:
-        assert state is not None
-        write, log_total = running_mean(self.mean(x), state[0], key_padding_mask, causal=self.causal)
-        return write, (log_total,)
-
-    def mean(self, x: Tensor) -> Mean:
+    def mean(self, x: Tensor, key_padding_mask: Tensor | None) -> Mean:
         return Mean(None, self.gate.log_keep(x))
+
+
+@register_control("placed")
+class Placed(Averaging):
+    """ABC_MLP whose slots have places, spread evenly over the text: alpha_t = exp(W x_t - (p_t - i)^2 / 2 width^2).
+
+    Token t stands at p_t: tokens are spread evenly over the n slots, or have one each where they are fewer. Widths, one
+    a head, start at `width` (1: the distance between two slots) and are learned. Not in the paper.
+    """
+
+    online = False  # where a token stands depends on how many there are
+    mask_empty = True
+
+    def __init__(self, slots: int, *, width: float = 0.4, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
+        if not isinstance(width, int | float) or not 0 < width < float("inf"):
+            raise ValueError(f"width must be a number above 0, got {width!r}")
+        self.width, self.gate = float(width), None
+        self.log_width = nn.Parameter(torch.full((self.num_heads,), math.log(width)))
+        self.proj = nn.Linear(self.embed_dim, self.num_heads * slots, bias=False)
+        # Slots differ by their places: what they look for may start small, so that a text is spread over them evenly.
+        nn.init.normal_(self.proj.weight, std=0.1 * self.embed_dim**-0.5)
+
+    @classmethod
+    def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:
+        return sizes["embed_dim"] * sizes["num_heads"] * slots
+
+    @property
+    def appends(self) -> bool:
+        return False
+
+    def mean(self, x: Tensor, key_padding_mask: Tensor | None) -> Mean:
+        logits = self.proj(x).unflatten(-1, (self.num_heads, self.slots)).transpose(1, 2)
+        logits = logits.to(memory_dtype(logits))
+        position, count = count_positions(torch.zeros(len(x), dtype=torch.int64, device=x.device), key_padding_mask, x)
+        count = count.where(count > 0, 1)[:, None]  # of a row of padding nothing is read
+        taken = count.where(count < self.slots, self.slots)
+        slot = torch.arange(self.slots, device=x.device)
+        # Token t is (t + 1/2) / count of the way through the text, and slot i (i + 1/2) / taken: p_t = t if all fit.
+        place = (position + 0.5).double() * taken / count - 0.5
+        narrow = (-self.log_width).to(logits.dtype).exp()[:, None, None]
+        away = (place[..., None] - slot)[:, None].to(logits.dtype) * narrow
+        return Mean((logits - away.square() / 2).masked_fill((slot >= taken)[:, None, None], -torch.inf))

@@ -387,6 +387,25 @@ def test_half_lives_of_slots_are_spread_from_one_token_to_the_longest(exponent):
     assert error(-math.log(2) / f.log(), torch.tensor([1.0, 2, 4, 8, 16, 32, 64]).double()) < 1e-6
 
 
+@pytest.mark.parametrize("n", [1, 5, T, T + 4])
+def test_placed_slots_are_means_around_their_places(n):
+    attn, x = attention("placed", n, causal=False, width=0.7), tokens()
+    with torch.no_grad():
+        attn.control.proj.weight.mul_(20)
+        attn.control.log_width.add_(torch.tensor([0.0, 0.5]))
+    logits = attn.control.proj(x).unflatten(-1, (HEADS, n)).transpose(1, 2)
+    taken = min(n, T)  # slots; with fewer tokens than slots the others are empty
+    place = (torch.arange(T) + 0.5) / T * taken - 0.5
+    away = (place[:, None] - torch.arange(n)) / attn.control.log_width.exp()[:, None, None]
+    alpha = (logits - away**2 / 2).exp()[..., :taken]
+    assert_form(attn, x, lambda q, k, v: attend(q, *weighted_means(alpha, k, v)[-1]))
+
+
+def test_narrow_placed_slots_are_exact_attention_while_the_text_fits():
+    attn, x = attention("placed", T, causal=False, width=0.05), tokens()
+    assert_form(attn, x, attend)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_gated_mlp_slots_stay_means(causal):
     _, state = attention("mlp", 3, gate=True, causal=causal)(tokens(), return_state=True)
