@@ -201,7 +201,7 @@ class Placed(Averaging):
         taken = count.where(count < self.slots, self.slots)
         slot = torch.arange(self.slots, device=x.device)
         # Token t is (t + 1/2) / count of the way through the text, and slot i (i + 1/2) / taken: p_t = t if all fit.
-        place = (position + 0.5).double() * taken / count - 0.5
+        place = (position.double() + 0.5) * taken / count - 0.5
         narrow = (-self.log_width).to(logits.dtype).exp()[:, None, None]
         away = (place[..., None] - slot)[:, None].to(logits.dtype) * narrow
         return Mean((logits - away.square() / 2).masked_fill((slot >= taken)[:, None, None], -torch.inf))

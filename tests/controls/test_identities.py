@@ -395,7 +395,7 @@ def test_placed_slots_are_means_around_their_places(n):
         attn.control.log_width.add_(torch.tensor([0.0, 0.5]))
     logits = attn.control.proj(x).unflatten(-1, (HEADS, n)).transpose(1, 2)
     taken = min(n, T)  # slots; with fewer tokens than slots the others are empty
-    place = (torch.arange(T) + 0.5) / T * taken - 0.5
+    place = (torch.arange(T).double() + 0.5) / T * taken - 0.5
     away = (place[:, None] - torch.arange(n)) / attn.control.log_width.exp()[:, None, None]
     alpha = (logits - away**2 / 2).exp()[..., :taken]
     assert_form(attn, x, lambda q, k, v: attend(q, *weighted_means(alpha, k, v)[-1]))
