@@ -15,6 +15,8 @@ from abc_attn.checks import check_count
 from abc_attn.controls.base import Control, InnerState, at_least, check_seed, register_control, whole
 from abc_attn.core import Band, Write, has_values
 
+STARTS = ("random", "identity")
+
 
 def count_positions(count: Tensor, key_padding_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's position `b t`, after `count` `b` earlier ones, and the new count; padding repeats the last."""
@@ -216,14 +218,24 @@ class Compressive(Positional):
 
 @register_control("linformer")
 class Linformer(Positional):
-    """A learned control vector per position, W[:, t]; it ends at `max_length` tokens."""
+    """A learned control vector per position, W[:, t]; it ends at `max_length` tokens.
+
+    W starts at random, so that every slot is a mixture of all tokens; or, with `start="identity"`, with one token in a
+    slot and the (n + 1)-th in the first again, from where a short training learns more.
+    """
 
     paper = "3.1"
 
-    def __init__(self, slots: int, *, max_length: int = 512, **sizes: Any) -> None:
+    def __init__(self, slots: int, *, max_length: int = 512, start: str = "random", **sizes: Any) -> None:
         super().__init__(slots, **sizes)
         self.max_length = at_least(1, max_length=max_length)
-        self.weight = nn.Parameter(torch.randn(slots, max_length) * max_length**-0.5)  # W^LF of section 3.1
+        if start not in STARTS:
+            raise ValueError(f"start must be one of {', '.join(STARTS)}, got {start!r}")
+        self.start = start
+        weight = torch.randn(slots, max_length) * max_length**-0.5  # W^LF of section 3.1
+        if start == "identity":
+            weight = torch.eye(slots)[:, torch.arange(max_length) % slots]
+        self.weight = nn.Parameter(weight)
 
     @classmethod
     def count_weights(cls, slots: int, sizes: dict[str, int], options: dict[str, Any]) -> int:

@@ -203,6 +203,16 @@ def test_linformer_projects_keys_and_values_along_time():
     assert_form(attn, tokens(), lambda q, k, v: attend(q, W @ k, W @ v))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_linformer_that_starts_as_the_identity_has_each_token_in_a_slot(causal):
+    attn = attention("linformer", 20, causal=causal, max_length=45, start="identity")
+    _, state = attn(tokens(), return_state=True)
+    k, v = project(attn, tokens())[1:]
+    assert error(state.memory.k, F.pad(k, (0, 0, 0, 20 - T))) < 1e-12
+    assert error(state.memory.v, F.pad(v, (0, 0, 0, 20 - T))) < 1e-12
+    assert torch.equal(attn.control.weight[:, 20:40], attn.control.weight[:, :20])
+
+
 def test_causal_linformer_sums_the_prefix():
     attn = attention("linformer", 3, max_length=20)
     W = attn.control.weight
