@@ -22,7 +22,7 @@ RECIPE = {
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 128, "max_length": 128, "dropout": 0.0,
     # The paper's setting: memories of fixed size for what is read and for what is written, an exact encoder.
-    "control": "mlp", "slots": {"cross": 16, "self": 8}, "where": ["self", "cross"],
+    "control": {"cross": "placed", "self": "slots"}, "slots": {"cross": 16, "self": 8}, "where": ["self", "cross"],
     "max_tokens": 1024, "learning_rate": 3e-3, "warmup_steps": 10, "logging_steps": 10, "save_steps": 10,
     "average_checkpoints": 2, "use_cpu": True,
 }  # fmt: skip

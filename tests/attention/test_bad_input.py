@@ -218,6 +218,7 @@ BUILDING = {
     "no iterations": (lambda: attn("cluster", iterations=0), "iterations", "from 1, got 0"),
     "no topk": (lambda: attn("workspace", topk=0), "topk", "from 1, got 0"),
     "no length": (lambda: attn("linformer", max_length=0), "max_length", "from 1, got 0"),
+    "no width": (lambda: attn("placed", width=0), "width must be a number above 0", "got 0"),
     "unknown start": (lambda: attn("linformer", start="zero"), "start must be one of random, identity", "got 'zero'"),
     "positions and every": (lambda: attn("global", positions=[1], every=2), "[1] and 2", "positions or every"),
     "more positions than slots": (lambda: attn("global", 2, positions=[1, 2, 3]), "[1, 2, 3]", "1 to 2"),
