@@ -259,14 +259,14 @@ losses = {}
 class Watch(TrainerCallback):
     def on_log(self, arguments, state, control, logs=None, **given):
         if "loss" in logs: losses[case].append(logs["loss"])
-arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=batch_size, logging_steps=1,
-    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd", learning_rate=0.1, seed=0,
-    ddp_find_unused_parameters=False)
 for cls in TRAINED:
     for control, slots, options in specs_of(cls):
         case = f"{cls.__name__}, {control} {options}"
         losses[case] = []
         model = convert(source(cls, **NO_DROPOUT), control, slots, **options)
+        arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=batch_size, logging_steps=1,
+            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd", learning_rate=0.1, seed=0,
+            ddp_find_unused_parameters=control == "keep")  # what it keeps has no gradient (docs/distillation.md)
         trainer = Trainer(model, arguments, train_dataset=rows(model, 16), callbacks=[Watch()])
         trainer.train()
 if trainer.is_world_process_zero():
@@ -282,9 +282,8 @@ def run_script(tmp_path, name, batch_size, *launcher):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
     }
-    shown = subprocess.run(
-        [sys.executable, *launcher, *arguments], env=environment, check=True, capture_output=True, text=True
-    )
+    shown = subprocess.run([sys.executable, *launcher, *arguments], env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
     return json.loads(shown.stdout.strip().splitlines()[-1])
 
 
