@@ -32,7 +32,7 @@ from transformers import (
 
 from abc_attn.data.segments import Cuts
 from abc_attn.data.synthetic import IGNORED
-from abc_attn.data.text import byte_level_bpe, find_file, json_object
+from abc_attn.data.text import byte_level_bpe, find_file, json_object, log_frequencies
 from abc_attn.files import check_checksums, whole_folder, write_checksums
 from abc_attn.paths import text_lines
 
@@ -58,6 +58,10 @@ class EncodedText:
         tokens = {split: np.load(folder / f"{split}.npy", mmap_mode="r") for split in READ}
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return cls(tokens, tokenizer, folder.name)
+
+    def log_frequencies(self) -> Tensor:
+        """Of the training text."""
+        return log_frequencies(self.tokens["train"], len(self.tokenizer))
 
 
 def find_text(folders: Sequence[Path]) -> dict[str, list[Path]]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from abc_attn.data.parallel import Pair, ParallelSource
-from abc_attn.data.text import SPLITS, byte_level_bpe
+from abc_attn.data.text import SPLITS, byte_level_bpe, log_frequencies
 from abc_attn.files import check_checksums, whole_folder, write_checksums
 
 PAD, END, SEPARATOR = "<pad>", "</s>", "<sep>"
@@ -119,9 +119,8 @@ class PairCorpus:
         return Examples(source, target, np.maximum(starts, last - context), last)
 
     def target_log_frequencies(self) -> torch.Tensor:
-        """log p of each token of the vocabulary in the target side of the training text. An unseen one counts half."""
-        counts = np.bincount(self.sides["train"][1].ids, minlength=len(self.tokenizer)).clip(0.5)
-        return torch.from_numpy(np.log(counts / counts.sum())).float()
+        """Of the target side of the training text."""
+        return log_frequencies(self.sides["train"][1].ids, len(self.tokenizer))
 
     def usable(self, split: str, context: int, longest: int) -> tuple[Examples, list[str]]:
         """The examples that can be trained on, and what is said of the others: empty sides, and too many tokens."""

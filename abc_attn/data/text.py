@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -220,6 +221,12 @@ def _word_level(counts: Counter[str], lines: int, vocab_size: int | None) -> Tok
     tokenizer.normalizer = normalizers.Replace("\n", f" {END} ")
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
+
+
+def log_frequencies(tokens: np.ndarray, words: int) -> torch.Tensor:
+    """log p of each token of a vocabulary of so many words. An unseen one counts half."""
+    counts = np.bincount(tokens, minlength=words).clip(0.5)
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
 
 
 def byte_level_bpe(lines: Iterable[str], vocab_size: int, special: Sequence[str], normalizer: Any = None) -> Tokenizer:

@@ -24,13 +24,15 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 @torch.no_grad()
-def scale_new_head(model: PreTrainedModel) -> None:
-    """Let a head that was never trained start with logits of deviation 1, however large the embeddings are."""
+def start_new_head(model: PreTrainedModel, log_frequencies: Tensor) -> None:
+    """Let a head that was never trained start with the frequencies of tokens, and logits of deviation 1 about them."""
     embeddings: Any = model.get_input_embeddings()
     deviation = float(embeddings.weight.std()) * embeddings.weight.shape[1] ** 0.5
     for module in head_of(model).modules():
         if isinstance(module, nn.LayerNorm):
             module.weight.fill_(1 / deviation)
+    output: Any = model.get_output_embeddings()
+    output.bias[: len(log_frequencies)] = log_frequencies
 
 
 class MaskedOnly:

@@ -23,6 +23,17 @@ class ColumnGroup(NamedTuple):
     columns: dict[str, str]  # heading by score
 
 
+class History(NamedTuple):
+    """What is shown of a score over the tokens that a row was trained on."""
+
+    title: str
+    reading: str
+    score: str  # such as loss: less is better
+    label: str
+    row: str  # how many tokens the others take until they are as good as this one at its end,
+    within: float  # but for so much
+
+
 class Row(NamedTuple):
     """A recipe, and the values that a grid adds to it."""
 
@@ -56,6 +67,7 @@ class Table:
     paper: dict[str, list[float | None]] = field(default_factory=dict)
     more: list[ColumnGroup] = field(default_factory=list)
     plot: dict[str, Any] = field(default_factory=dict)  # kind, column, label and what the kind needs: report/plots.py
+    history: History | None = None  # a score while a row is trained: a plot and a table of their own
     grid: dict[str, Any] = field(default_factory=dict)  # recipe: its name; every other key: the values it takes
     notes: dict[str, str] = field(
         default_factory=dict
@@ -86,10 +98,12 @@ class Table:
             table = cls(
                 name=name,
                 folder=path.parent,
-                **said | {"more": [ColumnGroup(**group) for group in said.get("more", [])]},
+                **said
+                | {"more": [ColumnGroup(**group) for group in said.get("more", [])]}
+                | {"history": History(**said["history"]) if "history" in said else None},
             )
         except TypeError as error:
-            raise ValueError(f"{path}, more: {error}") from None
+            raise ValueError(f"{path}, more or history: {error}") from None
         for row, figures in table.paper.items():
             if len(figures) != len(table.columns):
                 raise ValueError(

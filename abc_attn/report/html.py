@@ -15,7 +15,7 @@ from abc_attn.files import write_whole
 from abc_attn.provenance import now
 from abc_attn.recipes import SCALES
 from abc_attn.recipes.table import Table
-from abc_attn.report.page import introduction, sections, title
+from abc_attn.report.page import introduction, pictures, sections, title
 from abc_attn.report.runs import RUNS, read_runs
 
 _STYLE = """
@@ -55,7 +55,8 @@ def _table(folder: Path) -> Iterable[tuple[str, str, str]]:
     for scale in [*SCALES, *sorted({run["scale"] for run in records} - set(SCALES))]:
         runs = [run for run in records if run["scale"] == scale]
         if runs:
-            text = _paragraph(introduction(table, scale, runs)) + _picture(folder / f"{scale}.png", table)
+            text = _paragraph(introduction(table, scale, runs))
+            text += "".join(_picture(folder / name, label) for name, (label, _) in pictures(table, scale).items())
             for section in sections(table, runs):
                 text += f"<h3>{escape(section.title)}</h3>" + _paragraph(section.text)
                 text += _grid(section.head, section.rows)
@@ -71,11 +72,11 @@ def _described(name: str, records: Sequence[Mapping[str, Any]]) -> Table:
     return Table(name=name, folder=None, title=name, task="", reading="", columns=columns)
 
 
-def _picture(path: Path, table: Table) -> str:
+def _picture(path: Path, label: str) -> str:
     if not path.is_file():
         return ""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f'<p><img alt="{escape(str(table.plot.get("label", table.title)))}" src="data:image/png;base64,{data}"></p>'
+    return f'<p><img alt="{escape(label)}" src="data:image/png;base64,{data}"></p>'
 
 
 def _provenance(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from abc_attn.files import write_whole
 from abc_attn.recipes import SCALES
-from abc_attn.recipes.table import ColumnGroup, Table
-from abc_attn.report.plots import draw
-from abc_attn.report.runs import figures, read_runs
+from abc_attn.recipes.table import ColumnGroup, History, Table
+from abc_attn.report.plots import draw, draw_history
+from abc_attn.report.runs import figures, history, read_runs, tokens_until
 
 
 class Section(NamedTuple):
@@ -24,21 +24,29 @@ class Section(NamedTuple):
 
 
 def write_page(table: Table, scale: str, results: Path) -> Path:
-    """Write results/<table>/<scale>.md and the plot beside it, <scale>.png; returns the path of the page."""
+    """Write results/<table>/<scale>.md and its plots beside it, <scale>.png; returns the path of the page."""
     runs = [run for run in read_runs(results / table.name) if run["scale"] == scale]
     page = results / table.name / f"{scale}.md"
-    picture = page.with_suffix(".png")
-    if table.plot:
-        draw(table, by_row(table, runs), picture)
-    write_whole(page, markdown(table, scale, runs, picture.name if table.plot else None))
+    for name, (_, drawn) in pictures(table, scale).items():
+        drawn(table, by_row(table, runs), page.with_name(name))
+    write_whole(page, markdown(table, scale, runs))
     return page
 
 
-def markdown(table: Table, scale: str, runs: Sequence[Mapping[str, Any]], picture: str | None) -> str:
-    """The page as Markdown; picture: the name of the plot's file."""
+def pictures(table: Table, scale: str) -> dict[str, tuple[str, Callable[..., None]]]:
+    """The files of a table's plots: what each shows, and what draws it."""
+    found: dict[str, tuple[str, Callable[..., None]]] = {}
+    if table.plot:
+        found[f"{scale}.png"] = table.plot["label"], draw
+    if table.history is not None:
+        found[f"{scale}-history.png"] = table.history.label, draw_history
+    return found
+
+
+def markdown(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """The page as Markdown."""
     blocks = [f"# {title(table, scale)}", introduction(table, scale, runs)]
-    if picture is not None:
-        blocks.append(f"![{table.plot['label']}]({picture})")
+    blocks += [f"![{label}]({name})" for name, (label, _) in pictures(table, scale).items()]
     for section in sections(table, runs):
         lines = [section.head, ["---"] * len(section.head), *section.rows]
         blocks += [f"## {section.title}", section.text]
@@ -102,7 +110,8 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
             [row, *("-" if figure is None else str(figure) for figure in known)] for row, known in table.paper.items()
         ]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
-    return found + [_ours(table, group, rows) for group in table.more]
+    found += [_ours(table, group, rows) for group in table.more]
+    return found if table.history is None else [*found, _history(table, table.history, rows)]
 
 
 def by_row(table: Table, runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -129,6 +138,22 @@ def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[
         name = row if row in table.paper or not table.paper else f"{row} (ours)"
         lines.append([name, _control(values), _slots(values), str(len(runs)), *shown])
     return Section(group.title, group.reading, ["row", "control", "slots", "seeds", *group.columns.values()], lines)
+
+
+def _history(table: Table, shown: History, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+    """The score before and after training, and the tokens until a row is as good as another at its end, or nearly."""
+    curves = {row: history(runs, shown.score) for row, runs in rows.items()}
+    lines = []
+    for row, curve in curves.items():
+        if len(curve) < 2:
+            continue
+        values = list(curve.values())
+        goal = [*curves[shown.row].values()][-1] + shown.within if curves.get(shown.row) else None
+        until = None if goal is None else tokens_until(curve, goal)
+        ends = [f"{value:,.{table.decimals}f}" for value in (values[0], values[-1])]
+        lines.append([row, *ends, "-" if until is None else f"{until / 1e6:.2f}M"])
+    head = ["row", "at the start", "at the end", f"tokens until {shown.row} + {shown.within}"]
+    return Section(shown.title, shown.reading, head, lines)
 
 
 def _control(values: Mapping[str, Any]) -> str:

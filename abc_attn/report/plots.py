@@ -15,7 +15,7 @@ from abc_attn.files import whole_file
 from abc_attn.recipes import SCALES
 from abc_attn.recipes.reading import read_recipe
 from abc_attn.recipes.table import Table
-from abc_attn.report.runs import figures
+from abc_attn.report.runs import figures, history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +46,27 @@ def draw(table: Table, rows: Rows, path: Path) -> None:
     check_plot(table)
     figure = Figure(layout="constrained")
     KINDS[table.plot["kind"]][0](table, rows, figure)
+    _save(figure, path)
+
+
+def draw_history(table: Table, rows: Rows, path: Path) -> None:
+    """Write a plot of a score over the tokens that each row was trained on."""
+    from matplotlib.figure import Figure
+
+    assert table.history is not None
+    figure = Figure(layout="constrained", figsize=(6, 4))
+    axes = figure.subplots()
+    for row, runs in rows.items():
+        if len(curve := history(runs, table.history.score)) > 1:
+            axes.plot([tokens / 1e6 for tokens in curve], list(curve.values()), marker=".", label=row)
+    axes.set(xlabel="million tokens", ylabel=table.history.label, title=table.title)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.lines:
+        axes.legend()
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
         # No date or version in the file: the same figures give the same bytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,29 @@ def figures(runs: Sequence[Mapping[str, Any]], score: str) -> list[float]:
     """What runs have for a score; nothing for those that have none."""
     found = (run["scores"].get(score) for run in runs)
     return [float(figure) for figure in found if figure is not None]
+
+
+def history(runs: Sequence[Mapping[str, Any]], score: str) -> dict[int, float]:
+    """A score during training by the tokens trained on until then: the mean of all runs, where all were scored."""
+    curves = [
+        {point["tokens"]: float(point[score]) for point in run.get("training", {}).get("history", ()) if score in point}
+        for run in runs
+    ]
+    common = set.intersection(*map(set, curves)) if curves else set()
+    return {tokens: statistics.fmean(curve[tokens] for curve in curves) for tokens in sorted(common)}
+
+
+def tokens_until(curve: Mapping[int, float], level: float) -> float | None:
+    """How many tokens it takes until a falling curve is at `level`, on straight lines between its points."""
+    before: tuple[int, float] | None = None
+    for tokens, value in curve.items():
+        if value <= level:
+            if before is None:
+                return float(tokens)
+            share = (before[1] - level) / (before[1] - value)
+            return before[0] + share * (tokens - before[0])
+        before = tokens, value
+    return None
 
 
 def _key(record: Mapping[str, Any]) -> tuple[str, int, str]:

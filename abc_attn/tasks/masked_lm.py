@@ -124,11 +124,11 @@ class MaskedLM(EncoderTask):
         return self.text.fingerprint
 
     def build_model(self, start: Path | None) -> PreTrainedModel:
-        from abc_attn.evaluation.masked import MaskedOnly, head_of, scale_new_head
+        from abc_attn.evaluation.masked import MaskedOnly, head_of, start_new_head
 
         model: Any = super().build_model(start)
         if start is not None and not str(saved_model(start).get("architectures")).endswith(f"{self.head}']"):
-            scale_new_head(model)
+            start_new_head(model, self.text.log_frequencies())
         MaskedOnly(model)
         if self.settings.trainable != ALL:
             chosen = head_of(model) if self.settings.trainable == HEAD else model.controls

@@ -138,6 +138,8 @@ class _Run:
                 "seconds": max((record["seconds"] for record in records), default=0.0),
                 "validation": scores,
             }
+            if history := _history(records, per_step):
+                done["history"] = history
             write_whole(folder / FINISHED, json.dumps(done, indent=2) + "\n")
         trainer.accelerator.wait_for_everyone()
         return done or json.loads((folder / FINISHED).read_text(encoding="utf-8"))
@@ -148,6 +150,16 @@ class _Run:
         if count > 1:
             missing = self.model.load_state_dict(mean_weights(all_checkpoints(self.folder)[-count:]), strict=False)
             assert not missing.unexpected_keys
+
+
+def _history(records: list[dict[str, Any]], tokens_per_step: float) -> list[dict[str, float]]:
+    """What was scored on held-out data during training, by the tokens trained on until then."""
+    scored = {record["step"]: record for record in records if "eval_loss" in record}  # once, if resumed just there
+    return [
+        {"tokens": round(step * tokens_per_step)}
+        | {name.removeprefix("eval_"): value for name, value in record.items() if name.startswith("eval_")}
+        for step, record in scored.items()
+    ]
 
 
 def provenance(recipe: Recipe) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from abc_attn.report import write_report
+from abc_attn.recipes.table import Table
+from abc_attn.report import write_page, write_report
+from abc_attn.report.page import sections
+from abc_attn.report.runs import add_run, history, tokens_until
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -64,3 +67,40 @@ def test_a_figure_beyond_floating_point_is_shown_as_such(tmp_path):
     (tmp_path / "table1a" / "runs.jsonl").write_text(json.dumps(run) + "\n", encoding="utf-8")
     write_report(tmp_path, tmp_path / "report.html")
     assert "inf" in Page((tmp_path / "report.html").read_text(encoding="utf-8")).cells
+
+
+def pretrained(row, seed, *losses):
+    history = [{"tokens": 1_000_000 * place, "loss": loss} for place, loss in enumerate(losses)]
+    return {"row": row, "seed": seed, "scale": "small", "values": {}, "scores": {}, "training": {"history": history}}
+
+
+def test_scores_over_the_tokens_of_training(tmp_path):
+    records = [pretrained("base", 0, 5.0, 3.0, 2.0), pretrained("base", 1, 5.0, 3.0, 1.0)]
+    records += [pretrained("mlp-64", 0, 6.0, 2.6, 1.5), pretrained("mlp-128", 0, 8.0, 7.0), pretrained("random-64", 0)]
+    for record in records:
+        add_run(tmp_path / "table3", record)
+    table = Table.open("table3")
+    page = write_page(table, "small", tmp_path)
+    shown = sections(table, records)[-1]
+    assert shown.head[-1] == "tokens until base + 0.1"
+    # base ends at a mean of 1.5, and is at 1.6 after 1 + 1.4 / 1.5 million tokens; mlp-64 after 1 + 1 / 1.1
+    assert shown.rows == [
+        ["base", "5.00", "1.50", "1.93M"],
+        ["mlp-64", "6.00", "1.50", "1.91M"],
+        ["mlp-128", "8.00", "7.00", "-"],
+    ]
+    assert {path.name for path in page.parent.glob("*.png")} == {"small.png", "small-history.png"}
+    assert "![loss of masked tokens, validation](small-history.png)" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("level", "tokens"), [(9.0, 0.0), (8.0, 0.0), (7.0, 50.0), (6.0, 100.0), (4.5, 150.0), (3.0, 200.0), (2.9, None)]
+)
+def test_tokens_until_a_level(level, tokens):
+    assert tokens_until({0: 8.0, 100: 6.0, 200: 3.0}, level) == tokens
+
+
+def test_a_curve_has_the_points_of_all_seeds():
+    runs = [pretrained("base", 0, 5.0, 3.0, 2.0), pretrained("base", 1, 4.0, 2.0)]
+    assert history(runs, "loss") == {0: 4.5, 1_000_000: 2.5}
+    assert history(runs, "accuracy") == history([], "loss") == {}

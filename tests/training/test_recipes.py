@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from abc_attn import recipes
 from abc_attn.recipes.table import Table
-from abc_attn.report.page import markdown
+from abc_attn.report.page import markdown, pictures
 from abc_attn.report.runs import read_runs
 from abc_attn.tasks import TRANSLATION
 from abc_attn.training import load_recipe
@@ -76,9 +76,9 @@ def test_pages_are_those_of_the_results(table):
     for scale in scales:
         page = RESULTS / table / f"{scale}.md"
         runs = [run for run in read_runs(RESULTS / table) if run["scale"] == scale]
-        shown, picture = Table.open(table), page.with_suffix(".png")
-        assert picture.is_file() == bool(shown.plot)
-        assert page.read_text(encoding="utf-8") == markdown(shown, scale, runs, picture.name if shown.plot else None)
+        shown = Table.open(table)
+        assert {path.name for path in page.parent.glob(f"{scale}*.png")} == pictures(shown, scale).keys()
+        assert page.read_text(encoding="utf-8") == markdown(shown, scale, runs)
 
 
 def test_results_are_of_tables():

@@ -61,6 +61,8 @@ def test_a_run_from_end_to_end(recipe, tmp_path, capsys):
     assert done["validation"] == {
         "loss": records[-1]["eval_loss"], "perplexity per word": records[-1]["eval_perplexity per word"]
     }  # fmt: skip
+    assert [point["tokens"] for point in done["history"]] == [done["tokens"] // 2, done["tokens"]]
+    assert done["history"][-1] == done["validation"] | {"tokens": done["tokens"]}
     about = json.loads((folder / "run.json").read_text())
     assert about["seed"] == 0
     assert about["values"]["control"] == "mlp:4"
