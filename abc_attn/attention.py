@@ -24,6 +24,7 @@ from abc_attn.core import (
 )
 from abc_attn.kernels import check_backend, exact_attention, mean_attention, read, rotate, scan, write
 from abc_attn.kernels.banded import banded
+from abc_attn.kernels.counts import counted
 from abc_attn.kernels.door import Declined
 from abc_attn.kernels.kept import kept_attention
 from abc_attn.kernels.sinks import widen
@@ -134,6 +135,10 @@ class MemoryAttention(nn.Module):
         if state.readable is not None:
             seen = state.readable & memory.used if reading.mask_empty else state.readable.expand_as(memory.used)
             memory, reading = memory._replace(used=seen), reading._replace(mask_empty=True)
+        if self.control.counts:
+            assert state.inner is not None
+            wide, memory = counted(q * query_scale(q, self.scale), memory, state.inner[0])
+            return cast(read(wide, memory, **reading._replace(scale=1.0)._asdict()), q.dtype)
         return read(self._features(q), memory, **reading._asdict())
 
     def _bounded(

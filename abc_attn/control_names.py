@@ -5,7 +5,8 @@ from __future__ import annotations
 # Those of this package, in the order of CONTROLS; tests/test_structure.py compares.
 BUILT_IN = (
     "softmax", "window", "dilated", "global", "random", "compressive", "linformer", "mlp", "slots", "placed", "keydiff",
-    "knorm", "leverage", "tova", "keep", "cluster", "luna", "workspace", "elu", "rfa", "t2r", "favor", "dpfp",
+    "knorm", "leverage", "tova", "keep", "cluster", "landmarks", "luna", "workspace", "elu", "rfa", "t2r", "favor",
+    "dpfp",
 )  # fmt: skip
 
 

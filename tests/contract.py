@@ -82,6 +82,7 @@ VARIANTS = [
     Case("mlp:{n}", {"gate": "slot", "activation": "sigmoid", "half_life": 8.0, "exponent": 2.0}),
     Case("slots:{n}", {"half_life": 4.0, "exponent": 1.0}),
     Case("placed:{n}", {"width": 2.0}),
+    Case("landmarks:{n}", {"sharpness": 2.0}),
     Case("dilated:{n}", {"dilation": 3}),
     Case("global:{n}", {"every": 3}),
     Case("global:{n}", {"positions": (2,)}),

@@ -47,6 +47,7 @@ class Control(nn.Module):
     sees_memory: bool = False  # `forward` takes the memory before the call as well
     sees_queries: bool = False  # ... and the queries of the tokens, which only causal self-attention has
     sees_values: bool = False  # ... and their values
+    counts: bool = False  # a slot counts by what it holds, whose logarithm is the first tensor of its own state
     follows_window: bool = False  # takes over the rows of the window beside it, and decides about what leaves it
 
     name: str = ""  # as registered

@@ -1,7 +1,8 @@
-"""Controls that look at the keys, or at the layer below: clustering, LUNA and the shared workspace."""
+"""Controls that look at the keys, or at the layer below: clustering, landmarks, LUNA and the shared workspace."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -117,6 +118,66 @@ def _k_means(
         means = member.to(keys.dtype).mT @ keys.masked_fill(~real[:, None, :, None], 0) / size.clamp(min=1)
         centroids = torch.where(size > 0, means, centroids)
     return member
+
+
+@register_control("landmarks")
+class Landmarks(Control):
+    """Slots at evenly spaced tokens: each token goes to those of like keys, and a slot counts for all that it holds.
+
+    alpha_ti = softmax over slots of -sharpness |k_t - c_i|^2 / 2 s^2, where c_i is the key of slot i's own token and s^2
+    the mean square of keys' distances from their mean; a slot is the alpha-weighted mean, and the logarithm of its sum
+    of alpha is added to its score. Sharpness, one a head, is learned. Not in the paper.
+    """
+
+    online = False  # where its tokens stand depends on how many there are
+    mask_empty = True
+    counts = True
+    composable = False
+
+    def __init__(self, slots: int, *, sharpness: float = 64.0, **sizes: Any) -> None:
+        super().__init__(slots, **sizes)
+        if not isinstance(sharpness, int | float) or not 0 < sharpness < float("inf"):
+            raise ValueError(f"sharpness must be a number above 0, got {sharpness!r}")
+        self.sharpness = float(sharpness)
+        self.log_sharpness = nn.Parameter(torch.full((self.num_heads,), math.log(sharpness)))
+
+    @property
+    def appends(self) -> bool:
+        return False
+
+    def begin(self, batch: int, heads: int, like: Tensor) -> InnerState:
+        return (empty_total(batch, heads, self.slots, like),)
+
+    def check_inner(self, inner: tuple[Tensor, ...], length: Tensor) -> None:
+        super().check_inner(inner, length)
+        check_log_total(inner[0])
+
+    def forward(
+        self, x: Tensor, k: Tensor, key_padding_mask: Tensor | None, state: InnerState
+    ) -> tuple[Write, InnerState]:
+        assert state is not None
+        position, count = count_positions(state[0].new_zeros(len(x), dtype=torch.int64), key_padding_mask, x)
+        with full_precision(k):
+            log_alpha = self._log_alpha(k.to(memory_dtype(k)), position, count[:, None], key_padding_mask)
+            write, log_total = running_mean(Mean(log_alpha), state[0], key_padding_mask, causal=False)
+        return write, (log_total,)
+
+    def _log_alpha(self, k: Tensor, position: Tensor, count: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        slot, least = torch.arange(self.slots, device=k.device), count.where(count > 0, 1)
+        real = torch.ones_like(position, dtype=torch.bool)
+        if key_padding_mask is not None:
+            real = ~key_padding_mask
+            k = k.masked_fill(key_padding_mask[:, None, :, None], 0)
+        taken = least.where(least < self.slots, self.slots)
+        own = (position[:, None] == (slot * least // taken)[..., None]) & real[:, None]  # b n t
+        # Distances are between keys alone, so their mean is taken out first: less is rounded.
+        weight = (real.to(k.dtype) / least)[:, None, :, None]
+        k = k - (k * weight).sum(2, keepdim=True)
+        spread = (k.square() * weight).sum((2, 3))[..., None, None]  # s^2, b h 1 1
+        center = k.take_along_dim(own.int().argmax(-1)[:, None, :, None], 2)
+        nearness = 2 * k @ center.mT - center.square().sum(-1)[:, :, None]  # |k|^2 is the same for all slots
+        scale = self.log_sharpness.to(k.dtype).exp()[:, None, None] / (2 * spread.where(spread > 0, 1))
+        return (scale * nearness).masked_fill((slot >= taken)[:, None, None], -torch.inf).log_softmax(-1)
 
 
 class Packed(Control):

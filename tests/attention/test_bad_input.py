@@ -219,6 +219,8 @@ BUILDING = {
     "no topk": (lambda: attn("workspace", topk=0), "topk", "from 1, got 0"),
     "no length": (lambda: attn("linformer", max_length=0), "max_length", "from 1, got 0"),
     "no width": (lambda: attn("placed", width=0), "width must be a number above 0", "got 0"),
+    "no sharpness": (lambda: attn("landmarks", sharpness=0), "sharpness must be a number above 0", "got 0"),
+    "landmarks beside others": (lambda: attn("window:4+landmarks:4"), "'landmarks'", "use it alone"),
     "unknown start": (lambda: attn("linformer", start="zero"), "start must be one of random, identity", "got 'zero'"),
     "positions and every": (lambda: attn("global", positions=[1], every=2), "[1] and 2", "positions or every"),
     "more positions than slots": (lambda: attn("global", 2, positions=[1, 2, 3]), "[1, 2, 3]", "1 to 2"),

@@ -416,6 +416,39 @@ def test_narrow_placed_slots_are_exact_attention_while_the_text_fits():
     assert_form(attn, x, attend)
 
 
+@pytest.mark.parametrize("n", [1, 4, T - 1, T, T + 3])
+def test_landmarks_share_tokens_out_and_count_them(n):
+    attn, x = attention("landmarks", n, causal=False, sharpness=3.0), tokens()
+    with torch.no_grad():
+        attn.control.log_sharpness.add_(torch.tensor([0.0, 0.7]))
+
+    def oracle(q, k, v):
+        taken = min(n, T)
+        center = k[:, :, [i * T // taken for i in range(taken)]]
+        spread = (k - k.mean(2, keepdim=True)).square().sum(-1).mean(2)[..., None, None]
+        apart = (k[:, :, :, None] - center[:, :, None]).square().sum(-1)
+        alpha = (-attn.control.log_sharpness.exp()[:, None, None] * apart / (2 * spread)).softmax(-1)
+        mass = alpha.sum(2)[..., None]  # b h n 1
+        weights = (q @ (alpha.mT @ k / mass).mT * k.shape[-1] ** -0.5).exp() * mass.mT
+        return weights / weights.sum(-1, keepdim=True) @ (alpha.mT @ v / mass)
+
+    assert_form(attn, x, oracle)
+
+
+def test_landmarks_are_exact_attention_while_the_text_fits():
+    attn, x = attention("landmarks", T, causal=False, sharpness=5000.0), tokens()
+    assert_form(attn, x, attend)
+
+
+def test_a_landmark_of_like_tokens_counts_for_all_of_them():
+    """Tokens that are the same: exact attention with a slot for each kind, however many there are of it."""
+    attn = attention("landmarks", 2, causal=False, sharpness=5000.0)
+    x = tokens()[:, :2].repeat_interleave(torch.tensor([4, 4]), dim=1)
+    assert_form(attn, x, attend)
+    x = torch.cat([x, x[:, -1:].expand(-1, 3, -1)], dim=1)  # 4 and 7: the second landmark is at token 5
+    assert_form(attn, x, attend)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_gated_mlp_slots_stay_means(causal):
     _, state = attention("mlp", 3, gate=True, causal=causal)(tokens(), return_state=True)
@@ -684,6 +717,7 @@ def test_cross_attention_reads_what_the_context_writes_alone(control):
     else:
         seen = memory.used if attn.control.mask_empty else torch.ones_like(memory.used)
         seen = seen if state.readable is None else seen & state.readable
+        seen = state.inner[0].exp() if attn.control.counts else seen
         out = attend(q, memory.k, memory.v, seen[:, :, None])
     assert_same(attn(x, context), finish(attn, out), attn, x, context)
 

@@ -275,7 +275,7 @@ def test_minilm_keeps_its_embeddings():
     assert (embeddings(exact, tokenizer, left) - embeddings(load(), tokenizer, left)).abs().max() < 1e-5
     assert (similarities(exact) - original).abs().max() < 1e-5
     found = {}
-    for control in ("cluster", "compressive"):
+    for control in ("landmarks", "cluster", "compressive"):
         for slots in (4, 8, 16):
             ranks = [x.argsort().argsort().double() for x in (similarities(convert(load(), control, slots)), original)]
             found[f"{control}:{slots}"] = float(torch.corrcoef(torch.stack(ranks))[0, 1])
