@@ -48,7 +48,8 @@ def _train_grid(recipe: Path, overrides: dict[str, Any], grid: dict[str, Any]) -
     with resumable(), explained("train"):
         found = search(runs)
     for run, done in zip(runs, found.trained, strict=True):
-        print(f"{done['validation'][MEASURE]:8.4f}  {run.values['output_dir']}")
+        score = "diverged" if "diverged" in done else f"{done['validation'][MEASURE]:8.4f}"
+        print(f"{score}  {run.values['output_dir']}")
     print(f"best {MEASURE} on held-out text: {found.best.values['output_dir']}")
 
 

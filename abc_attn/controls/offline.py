@@ -124,9 +124,9 @@ def _k_means(
 class Landmarks(Control):
     """Slots at evenly spaced tokens: each token goes to those of like keys, and a slot counts for all that it holds.
 
-    alpha_ti = softmax over slots of -sharpness |k_t - c_i|^2 / 2 s^2, where c_i is the key of slot i's own token and s^2
-    the mean square of keys' distances from their mean; a slot is the alpha-weighted mean, and the logarithm of its sum
-    of alpha is added to its score. Sharpness, one a head, is learned. Not in the paper.
+    alpha_ti = softmax over slots of -sharpness |k_t - c_i|^2 / 2 s^2, where c_i is the key of slot i's own token and
+    s^2 the mean square of keys' distances from their mean; a slot is the alpha-weighted mean, and the logarithm of its
+    sum of alpha is added to its score. Sharpness, one a head, is learned. Not in the paper.
     """
 
     online = False  # where its tokens stand depends on how many there are

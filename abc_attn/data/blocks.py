@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,6 @@ class MaskedBlocks(Dataset[dict[str, Tensor]]):
         self, tokens: np.ndarray, length: int, total: int, seed: int, tokenizer: Any, probability: float
     ) -> None:
         self.tokens, self.inside, self.total, self.seed = tokens, length - 2, total, seed
-        self.cuts = Cuts(len(tokens), self.inside, seed)
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
         self.ends = (tokenizer.cls_token_id, tokenizer.sep_token_id)
         self.special = np.array(tokenizer.all_special_ids)
@@ -179,6 +179,10 @@ class MaskedBlocks(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.block(self.cuts.start(index), [self.seed, *divmod(index, self.cuts.per_pass)])
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        return Cuts(len(self.tokens), self.inside, self.seed)
 
     def block(self, start: int, seeds: Sequence[int]) -> dict[str, Tensor]:
         """The block of the text from `start` on, with masks drawn from `seeds`: at least one."""
@@ -201,6 +205,11 @@ class FixedBlocks(MaskedBlocks):
     def __init__(self, tokens: np.ndarray, length: int, count: int | None, tokenizer: Any, probability: float) -> None:
         super().__init__(tokens, length, 0, FIXED_MASKS, tokenizer, probability)
         every = len(tokens) // self.inside
+        if not every:
+            raise ValueError(
+                f"the text to score has {len(tokens)} tokens, fewer than a block of {self.inside}; use more text or a "
+                "smaller block_size"
+            )
         self.total = min(every, count or every)
         self._chosen = np.linspace(0, every - 1, self.total).round().astype(np.int64)
 

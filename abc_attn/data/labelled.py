@@ -9,6 +9,7 @@ import csv
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +43,13 @@ class GlueTask(NamedTuple):
     label_columns: tuple[str, ...] = ("label",)
     scored: str = "dev"  # begins the name of the file that is scored; test labels are not public
     dataset_split: str = "validation"
+    header: tuple[str, ...] = ()  # the columns of a file without a line that names them
 
 
 _TWO = ("entailment", "not_entailment")
 GLUE = {
     "sst2": GlueTask("SST-2", (("sentence",),), ("0", "1")),
-    "cola": GlueTask("CoLA", (("sentence",),), ("0", "1")),
+    "cola": GlueTask("CoLA", (("sentence",),), ("0", "1"), header=("source", "label", "star", "sentence")),
     "qnli": GlueTask("QNLI", (("question",), ("sentence",)), _TWO),
     "rte": GlueTask("RTE", (("sentence1",), ("sentence2",)), _TWO),
     "mnli": GlueTask(
@@ -77,6 +79,7 @@ class LabelledSource:
     labels: tuple[str, ...] | None = None
     files: tuple[Path, Path] | None = None
     dataset: tuple[str, str] | None = None  # name, configuration
+    header: tuple[str, ...] = ()  # of TSV files whose first line does not name the columns
 
     @property
     def pairs(self) -> bool:
@@ -103,9 +106,9 @@ class LabelledSource:
             name, task = self.dataset
             return (*(_from_dataset(name, task, self.columns, part) for part in ("train", "scored")), GLUE[task].labels)  # type: ignore[return-value]
         assert self.files is not None
-        train = read_labelled(self.files[0], self.columns)
+        train = read_labelled(self.files[0], self.columns, header=self.header)
         labels = self.labels or _labels(self.files[0], train)
-        scored = read_labelled(self.files[1], self.columns)
+        scored = read_labelled(self.files[1], self.columns, header=self.header)
         for path, examples in zip(self.files, (train, scored), strict=True):
             check_labels(path, examples, labels)
         return train, scored, labels
@@ -126,7 +129,7 @@ def glue_source(task: str, folder: Path | None, dataset_name: str | None) -> Lab
     files = sorted(path for path in inside.iterdir() if _ending(path) == ".tsv")
     scored = _one(inside, files, known.scored)
     train = _one(inside, [path for path in files if path != scored and not path.name.startswith("dev")], "train")
-    return LabelledSource(columns, known.labels, (train, scored))
+    return LabelledSource(columns, known.labels, (train, scored), header=known.header)
 
 
 def _one(folder: Path, files: Sequence[Path], name: str) -> Path:
@@ -156,11 +159,12 @@ def _ending(path: Path) -> str:
     return Path(name).suffix
 
 
-def read_labelled(path: Path, columns: Sequence[Sequence[str]], *, labels: bool = True) -> list[Labelled]:
-    """The examples of a file, in order. columns: of the first text, of the second if there is one, and of the label."""
+def read_labelled(path: Path, columns: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> list[Labelled]:
+    """The examples of a file, in order. columns: of the first text, of the second if there is one, and of the label;
+    header: those of a TSV file whose first line may not name them."""
     found = []
     chosen: list[str] = []
-    for line, row in _rows(path):
+    for line, row in _rows(path, header):
         if not chosen:
             chosen = [_column(path, row, names) for names in columns]
         cells = [row.get(name) for name in chosen]
@@ -184,14 +188,16 @@ def _column(path: Path, row: dict[str, Any], names: Sequence[str]) -> str:
     return there
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, known: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Lines and what stands in them, by column."""
     kind = kind_of(path)
     if kind == ".jsonl":
         yield from _json_rows(path)
         return
     rows = _csv_rows(path) if kind == ".csv" else _tsv_rows(path)
-    _, header = next(rows, (0, []))
+    first, header = next(rows, (0, []))
+    if known and len(header) == len(known) and not {*header} & {*known}:
+        rows, header = chain([(first, header)], rows), list(known)
     if len({*header}) != len(header):
         raise ValueError(f"{path}, line 1 must name the columns, each once; it has {', '.join(header):.200}")
     for line, cells in rows:
@@ -234,6 +240,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _labels(path: Path, examples: Sequence[Labelled]) -> tuple[str, ...]:
     """Every label of a file, in order: numbers by size, words by the alphabet."""
     found = {example.label for example in examples}
+    if broken := next((example for example in examples if {"\t", "\n", "\r"} & {*example.label}), None):
+        raise ValueError(f"{path}, line {broken.line}: label {broken.label!r:.60} has a tab or a line end in it")
     if not 2 <= len(found) <= MOST_LABELS:
         raise ValueError(f"{path} has {len(found)} different labels; from 2 to {MOST_LABELS} can be learned")
     numbers = all(label.isdecimal() for label in found)

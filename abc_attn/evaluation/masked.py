@@ -23,6 +23,13 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
+def has_new_head(model: PreTrainedModel) -> bool:
+    """Whether what a model was loaded from had no such head, or not all of it."""
+    own = {name for name, _ in head_of(model).named_parameters()}
+    new: Any = model.new_weights
+    return any(weight.partition(".")[0] in _HEADS and weight.partition(".")[2] in own for weight in new)
+
+
 @torch.no_grad()
 def start_new_head(model: PreTrainedModel, log_frequencies: Tensor) -> None:
     """Let a head that was never trained start with the frequencies of tokens, and logits of deviation 1 about them."""

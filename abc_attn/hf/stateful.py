@@ -156,7 +156,8 @@ class Stateful(PreTrainedModel):
 
         allow_new_controls: controls that the checkpoint lacks start anew, and those that it has beyond the config's are
         left out; to load a model that was never converted, or to replace its control.
-        A new head (of a classifier, for instance) is no error, as in transformers: it is to be trained.
+        A new head (of a classifier, for instance) is no error, as in transformers: it is to be trained. The names of
+        weights that start anew are in the model's `new_weights`.
         output_loading_info: what is missing is reported instead, as in transformers. With state_dict nothing is.
         """
         where = pretrained_model_name_or_path
@@ -166,6 +167,7 @@ class Stateful(PreTrainedModel):
         loaded: Any = super().from_pretrained(where, *arguments, output_loading_info=True, **options)
         model, info = loaded
         check_loaded(model, info, where, new_controls=allow_new_controls, new_heads=True)
+        model.new_weights = frozenset(info["missing_keys"])
         return model
 
     @classmethod

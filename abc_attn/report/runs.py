@@ -82,6 +82,8 @@ def _finite(value: Any) -> Any:
     """JSON has no infinity: it becomes the word "inf"; likewise "nan"."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -15,7 +15,7 @@ from abc_attn.tasks.encoder import EncoderTask
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from abc_attn.data.blocks import EncodedText
+    from abc_attn.data.blocks import EncodedText, FixedBlocks
 
 MEASURES = ("loss", "accuracy")
 ALL, HEAD, CONTROL = "all", "head", "control"
@@ -114,6 +114,7 @@ class MaskedLM(EncoderTask):
         cache = Path(self.settings.cache_dir).expanduser()
         tokenizer = self.tokenizer_of_start()
         self.text = build_text(self._files(), cache, tokenizer, self.model_values.get("vocab_size"))
+        self._scored()  # a text that is too short is refused now
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -124,10 +125,10 @@ class MaskedLM(EncoderTask):
         return self.text.fingerprint
 
     def build_model(self, start: Path | None) -> PreTrainedModel:
-        from abc_attn.evaluation.masked import MaskedOnly, head_of, start_new_head
+        from abc_attn.evaluation.masked import MaskedOnly, has_new_head, head_of, start_new_head
 
         model: Any = super().build_model(start)
-        if start is not None and not str(saved_model(start).get("architectures")).endswith(f"{self.head}']"):
+        if start is not None and has_new_head(model):
             start_new_head(model, self.text.log_frequencies())
         MaskedOnly(model)
         if self.settings.trainable != ALL:
@@ -141,6 +142,12 @@ class MaskedLM(EncoderTask):
         if self.settings.objective == TRANSFER:
             from abc_attn.models.transfer import Transfer, exact_twin
 
+            assert start is not None
+            theirs = saved_model(start).get("control", "softmax")
+            if theirs != "softmax":
+                raise ValueError(
+                    f"objective=transfer needs init_from, a model with exact attention; {start} has control {theirs!r}"
+                )
             Transfer(model, exact_twin(model, start))
         return model
 
@@ -155,18 +162,16 @@ class MaskedLM(EncoderTask):
 
     def quick_score(self, model: PreTrainedModel, batch_size: int) -> dict[str, float]:
         """Of validation blocks with masks that are the same in every run."""
-        from abc_attn.data.blocks import FixedBlocks
         from abc_attn.evaluation.masked import masked_scores
 
-        settings = self.settings
-        blocks = FixedBlocks(
-            self.text.tokens["validation"],
-            settings.block_size,
-            settings.eval_blocks,
-            self.tokenizer,
-            settings.mlm_probability,
-        )
-        return masked_scores(model, blocks, batch_size)
+        return masked_scores(model, self._scored(), batch_size)
+
+    def _scored(self) -> FixedBlocks:
+        from abc_attn.data.blocks import FixedBlocks
+
+        tokens, settings = self.text.tokens["validation"], self.settings
+        size, count = settings.block_size, settings.eval_blocks
+        return FixedBlocks(tokens, size, count, self.tokenizer, settings.mlm_probability)
 
     def scores(self, model: PreTrainedModel, names: Sequence[str]) -> Figures:
         """The loss, and the accuracy times 100, as tables have it."""

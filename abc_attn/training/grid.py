@@ -19,7 +19,7 @@ class Found(NamedTuple):
     """What came of a grid."""
 
     best: Recipe
-    trained: list[dict[str, Any]]  # of each point, what its finished.json says
+    trained: list[dict[str, Any]]  # of each point, what its finished.json says; or "diverged", and why
 
 
 def check_grid(where: str, grid: Mapping[str, Any]) -> None:
@@ -50,12 +50,20 @@ def points(path: str | Path, overrides: Mapping[str, Any], grid: Mapping[str, Se
 
 def search(recipes: Sequence[Recipe]) -> Found:
     """Train every point that is not finished, and choose by the score on held-out text; the first of equals."""
-    trained = []
+    trained: list[dict[str, Any]] = []
     for number, recipe in enumerate(recipes, 1):
         print(f"({number}/{len(recipes)}) {recipe.values['output_dir']}", file=sys.stderr, flush=True)
-        done = prepare(recipe, resume=True)()
+        try:
+            done = prepare(recipe, resume=True)()
+        except FloatingPointError as error:  # with another learning rate it may not
+            print(f"  {error}", file=sys.stderr, flush=True)
+            trained.append({"validation": {}, "seconds": 0.0, "diverged": str(error)})
+            continue
         if MEASURE not in done["validation"]:
             raise ValueError(f"a grid is compared by {MEASURE}, which task {recipe.values.get('task')} does not report")
         trained.append(done)
-    best = max(range(len(recipes)), key=lambda place: trained[place]["validation"][MEASURE])
+    whole = [place for place, done in enumerate(trained) if "diverged" not in done]
+    if not whole:
+        raise FloatingPointError("training diverged at every point of the grid: try smaller learning rates")
+    best = max(whole, key=lambda place: trained[place]["validation"][MEASURE])
     return Found(recipes[best], trained)

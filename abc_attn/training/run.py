@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import shutil
@@ -54,6 +55,7 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
         raise ValueError("report_to=tensorboard needs tensorboard: pip install tensorboard")
     done = _finished(folder, recipe)
     if done is not None:
+        _check_source(folder, recipe.make_task())
         if args.process_index == 0:
             print(f"{folder} holds this run, finished after {done['steps']} steps: nothing to do", file=sys.stderr)
         return lambda: done
@@ -66,8 +68,8 @@ def prepare(recipe: Recipe, *, resume: bool = False) -> Callable[[], dict[str, A
     lock = FolderLock(folder) if args.process_index == 0 else None
     checkpoint = None if started is None else _last_checkpoint(folder, args.process_index == 0)
     run = _Run(recipe, task, start, folder, args)
-    if checkpoint is not None and started is not None and started["corpus"] != task.fingerprint:
-        raise ValueError(f"the run in {folder} was started with another text; give another output_dir")
+    if checkpoint is not None and started is not None:
+        _check_same(folder, started, {"corpus": task.fingerprint, "start": weights_of(start)})
 
     def train() -> dict[str, Any]:
         try:
@@ -85,7 +87,7 @@ class _Run:
     def __init__(self, recipe: Recipe, task: Task, start: Path | None, folder: Path, args: TrainingArguments) -> None:
         hf_logging.set_verbosity_error()
         hf_logging.disable_progress_bar()
-        self.recipe, self.task, self.folder, self.args = recipe, task, folder, args
+        self.recipe, self.task, self.start, self.folder, self.args = recipe, task, start, folder, args
         with args.main_process_first(desc="reading the data"):
             task.open()
         set_seed(args.seed)
@@ -120,6 +122,8 @@ class _Run:
                     "parameters": sum(weight.numel() for weight in self.model.parameters()),
                     "corpus": self.task.fingerprint,
                 }
+                if self.start is not None:
+                    about["start"] = weights_of(self.start)
                 write_whole(folder / STARTED, json.dumps(about, indent=2) + "\n")
         trainer.train(resume_from_checkpoint=checkpoint)
         self._average()
@@ -162,6 +166,17 @@ def _history(records: list[dict[str, Any]], tokens_per_step: float) -> list[dict
     ]
 
 
+def weights_of(start: Path | None) -> str | None:
+    """A fingerprint of the weights that a run starts from, wherever they lie; None if it starts anew."""
+    if start is None:
+        return None
+    digests = []
+    for file in sorted(start.glob("*.safetensors")) or sorted(start.glob("*.bin")):
+        with open(file, "rb") as opened:
+            digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+
+
 def provenance(recipe: Recipe) -> dict[str, Any]:
     """What is needed to get a result again."""
     return {
@@ -193,6 +208,26 @@ def _finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     _same_run(folder, recipe)
     hint = f"remove it and resume: what is left of the run in {folder} is used"
     return _record(folder / FINISHED, {"steps": int, "validation": dict}, hint)
+
+
+def _check_source(folder: Path, task: Task) -> None:
+    """Refuse a finished run that was of other data, or from another model, where those are there to be looked at."""
+    try:
+        task.check()
+        start = task.start()
+        task.open()
+    except OSError:
+        return
+    found = {"corpus": task.fingerprint, "start": weights_of(start)}
+    _check_same(folder, json_object(folder / STARTED), found)
+
+
+def _check_same(folder: Path, started: dict[str, Any], found: dict[str, str | None]) -> None:
+    for key, what in (("corpus", "data"), ("start", "weights in init_from")):
+        if key in started and started[key] != found[key]:
+            raise ValueError(
+                f"the run in {folder} was of other {what}; give another output_dir, or remove {folder} to train again"
+            )
 
 
 def _started(folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:

@@ -127,15 +127,27 @@ def _check(planned: Plan, source: str | None, before: Plan | None) -> None:
 
 
 def reproduce(table: str, scale: str, plans: Sequence[Plan], results: Path = Path("results")) -> Path:
-    """Train, score and record what is not done yet, and write the table's page and plot; returns the page's path."""
+    """Train, score and record what is not done yet, and write the table's page and plot; returns the page's path.
+
+    A row whose training diverges does not keep the others from theirs: FloatingPointError is raised at the end.
+    """
+    diverged = []
     for number, planned in enumerate(plans, 1):
         before = ": done before" if planned.done else f": as in {planned.shared['recipe']}" if planned.shared else ""
         print(f"[{number}/{len(plans)}] {planned.name}{before}", file=sys.stderr, flush=True)
         if not planned.done:
-            record = planned.shared or _run(planned)
+            try:
+                record = planned.shared or _run(planned)
+            except FloatingPointError as error:
+                print(f"{planned.name}: {error}", file=sys.stderr, flush=True)
+                diverged.append(planned.name)
+                continue
             add_run(results / table, record | {"row": planned.row, "scale": planned.scale})
     shown = plans[0].table if plans else Table.open(table)
-    return write_page(shown, scale, results)
+    page = write_page(shown, scale, results)
+    if diverged:
+        raise FloatingPointError(f"training diverged for {'; '.join(diverged)}; {page} has the other rows")
+    return page
 
 
 def _run(planned: Plan) -> dict[str, Any]:

@@ -24,6 +24,26 @@ def write(path, rows=ROWS, names=("text", "label")):
     return path
 
 
+def test_a_label_with_a_tab_or_a_line_end_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "label": "a"}\n{"text": "two", "label": "b\\tc"}\n')
+    with pytest.raises(ValueError, match=r"line 2: label 'b\\tc' has a tab or a line end"):
+        LabelledSource(COLUMNS, files=(path, path)).read()
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_glues_cola_has_no_header(tmp_path, header):
+    (tmp_path / "CoLA").mkdir()
+    rows = "gj04\t1\t\tThe sailors rode the breeze.\nbc01\t0\t*\tThey drank the pub.\n"
+    for name in ("train", "dev"):
+        text = "source\tlabel\tstar\tsentence\n" * header + rows
+        (tmp_path / "CoLA" / f"{name}.tsv").write_text(text)
+    train, _, _ = glue_source("cola", tmp_path, None).read()
+    assert [(each.text, each.label) for each in train] == [
+        ("The sailors rode the breeze.", "1"), ("They drank the pub.", "0"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("ending", ["tsv", "csv", "jsonl"])
 def test_kinds_of_files(tmp_path, ending):
     found = read_labelled(write(tmp_path / f"a.{ending}"), COLUMNS)

@@ -9,7 +9,7 @@ import pytest
 from abc_attn.recipes.table import Table
 from abc_attn.report import write_page, write_report
 from abc_attn.report.page import sections
-from abc_attn.report.runs import add_run, history, tokens_until
+from abc_attn.report.runs import add_run, history, read_runs, tokens_until
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -67,6 +67,14 @@ def test_a_figure_beyond_floating_point_is_shown_as_such(tmp_path):
     (tmp_path / "table1a" / "runs.jsonl").write_text(json.dumps(run) + "\n", encoding="utf-8")
     write_report(tmp_path, tmp_path / "report.html")
     assert "inf" in Page((tmp_path / "report.html").read_text(encoding="utf-8")).cells
+
+
+def test_numbers_that_are_none_are_kept_as_words_wherever_they_stand(tmp_path):
+    record = pretrained("base", 0, 1.5, float("nan")) | {"scores": {"test": float("inf")}}
+    add_run(tmp_path, record)
+    (found,) = read_runs(tmp_path)
+    assert found["scores"]["test"] == "inf"
+    assert [point["loss"] for point in found["training"]["history"]] == [1.5, "nan"]
 
 
 def pretrained(row, seed, *losses):

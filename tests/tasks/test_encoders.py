@@ -10,7 +10,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tiny_encoder import labelled, lines, pack, save
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertModel, RobertaForMaskedLM
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForPreTraining,
+    BertModel,
+    RobertaForMaskedLM,
+)
 
 from abc_attn.data.blocks import FixedBlocks, MaskedBlocks, build_text
 from abc_attn.data.labelled import without_shared
@@ -149,6 +156,58 @@ def test_the_head_of_a_body_is_trained_alone(recipe, place, tmp_path, monkeypatc
     assert swapped.keys() - trained.keys() == new
     assert all(torch.equal(swapped[name], weight) for name, weight in trained.items())
     assert done["validation"].keys() == {"loss", "accuracy"}
+
+
+def test_a_head_that_is_there_stays(recipe, tmp_path):
+    """Whatever the class is called that it was saved with."""
+    config = BertConfig(
+        vocab_size=320, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=40, pad_token_id=1,
+    )  # fmt: skip
+    source = BertForPreTraining(config)
+    torch.nn.init.constant_(source.cls.predictions.transform.LayerNorm.weight, 3)
+    source.save_pretrained(tmp_path / "bert")
+    AutoTokenizer.from_pretrained("roberta").save_pretrained(tmp_path / "bert")
+    task = opened(recipe(init_from=str(tmp_path / "bert")))
+    assert torch.equal(
+        task.build_model(task.start()).cls.predictions.transform.LayerNorm.weight, torch.full((16,), 3.0)
+    )
+
+
+def test_a_run_is_of_its_data_and_of_the_weights_it_starts_from(recipe, place, tmp_path):
+    """A finished run is not taken for one of other texts, nor one that goes on for one from another model."""
+    train(recipe(max_steps=2))
+    train(recipe(max_steps=2))  # nothing to do
+    (tmp_path / "other").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "other" / f"{split}.txt").write_text("\n".join(lines(100, 7)) + "\n")
+    with pytest.raises(ValueError, match="was of other data"):
+        prepare(recipe(max_steps=2, data_dir=str(tmp_path / "other")))
+    save(tmp_path / "seven", seed=7)
+    with pytest.raises(ValueError, match="was of other weights in init_from"):
+        prepare(recipe(max_steps=2, init_from=str(tmp_path / "seven")))
+    (tmp_path / "run" / "finished.json").unlink()
+    with pytest.raises(ValueError, match="was of other weights in init_from"):
+        prepare(recipe(max_steps=2, init_from=str(tmp_path / "seven")), resume=True)
+
+
+def test_text_to_score_that_is_too_short_is_found_before_training(recipe, place, tmp_path):
+    (tmp_path / "short.txt").write_text("w1 w2\n")
+    files = {"train_file": "text/train.txt", "validation_file": str(tmp_path / "short.txt"), "data_dir": None}
+    with pytest.raises(ValueError, match=r"the text to score has \d+ tokens, fewer than a block"):
+        prepare(recipe(**files))
+
+
+def test_a_point_that_diverges_is_not_the_best(recipe, tmp_path, monkeypatch, capsys):
+    """... and where all do, it is said."""
+    changes = {"output_dir": str(tmp_path / "grid"), "max_steps": 3, "max_grad_norm": 0.0}
+    found = grid.search(grid.points("labelled.yaml", changes, {"learning_rate": [1e38, 1e-3]}))
+    assert [("diverged" in done) for done in found.trained] == [True, False]
+    assert found.best.values["learning_rate"] == 1e-3
+    assert "the loss is" in capsys.readouterr().err
+    changes["output_dir"] = str(tmp_path / "all")
+    with pytest.raises(FloatingPointError, match="at every point"):
+        grid.search(grid.points("labelled.yaml", changes, {"learning_rate": [1e38]}))
 
 
 def test_a_bert_is_as_good(recipe, tmp_path):
@@ -320,3 +379,5 @@ def test_attention_transfer_trains_controls_and_nothing_else(recipe, place, tmp_
     for wrong, said in (({"trainable": "head"}, "is about attention"), ({"init_from": None}, "needs init_from")):
         with pytest.raises(ValueError, match=said):
             prepare(recipe(objective="transfer", **wrong))
+    with pytest.raises(ValueError, match="has control 'mlp'"):
+        prepare(recipe(name="again", objective="transfer", init_from=str(tmp_path / "transfer")))

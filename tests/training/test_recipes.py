@@ -42,6 +42,9 @@ def test_every_row_of_the_paper_has_a_recipe_and_a_small_twin(table):
     assert first.make_task().check_scores(shown.own_scores()) is None
     for row in shown.paper:
         small, full = (dict(load_recipe(f"{table}/{scale}/{row}").values) for scale in ("small", "full"))
+        if small["control"] == "linformer" and shown.task != "language-modelling":  # in short trainings (LOG.md)
+            small["control_options"] = dict(small["control_options"])
+            assert small["control_options"].pop("start") == "identity"
         if shown.task == TRANSLATION:  # half as many slots for sentences of half the length
             options = [values.get("control_options", {}) for values in (small, full)]
             assert [one.pop("max_length", None) for one in options] == [
