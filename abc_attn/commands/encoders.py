@@ -45,13 +45,19 @@ def classify(arguments: argparse.Namespace) -> None:
             print("\n".join(shown.values()), flush=True)
     if refused:
         some_lines = ", ".join(map(str, refused[:5])) + (", ..." if len(refused) > 5 else "")
-        raise CommandError(f"{len(refused)} lines were not labelled, and are empty: {some_lines}")
+        were = (
+            "1 line was not labelled, and is"
+            if len(refused) == 1
+            else f"{len(refused)} lines were not labelled, and are"
+        )
+        raise CommandError(f"{were} empty: {some_lines}")
 
 
 def _texts(line: bytes | str, number: int, pairs: bool, refused: list[int]) -> tuple[str, ...]:
     """The text of a line, or both; nothing if it is empty or cannot be used."""
     try:
         text = (line if isinstance(line, str) else line.decode("utf-8")).strip("\r\n")
+        text = text.removeprefix("\ufeff") if number == 1 else text  # as files may begin that Windows has written
     except UnicodeDecodeError as error:
         said = f"is not UTF-8 text (byte {error.object[error.start]:#04x} at column {error.start})"
         return _refuse(number, said, refused)
@@ -73,7 +79,9 @@ def evaluate_classifier(arguments: argparse.Namespace) -> None:
     """Accuracy, F1 and Matthews' correlation of a classifier on a labelled file."""
     file, columns = _file(arguments), arguments.columns
     if len(columns) not in (2, 3):
-        raise CommandError("--columns names those of the text, of the second text if there is one, and of the label")
+        raise CommandError(
+            "--columns names those of the text, of the second text if there is one, and of the label: text label"
+        )
     model, tokenizer = _load(arguments, "ForSequenceClassification", "a classifier")
     with hugging_face():
         from abc_attn.data.labelled import check_labels, read_labelled

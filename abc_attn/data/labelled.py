@@ -243,7 +243,8 @@ def _labels(path: Path, examples: Sequence[Labelled]) -> tuple[str, ...]:
     if broken := next((example for example in examples if {"\t", "\n", "\r"} & {*example.label}), None):
         raise ValueError(f"{path}, line {broken.line}: label {broken.label!r:.60} has a tab or a line end in it")
     if not 2 <= len(found) <= MOST_LABELS:
-        raise ValueError(f"{path} has {len(found)} different labels; from 2 to {MOST_LABELS} can be learned")
+        count = f"{len(found)} different labels" if len(found) > 1 else f"one label alone, {min(found)!r:.60}"
+        raise ValueError(f"{path} has {count}; from 2 to {MOST_LABELS} can be learned")
     numbers = all(label.isdecimal() for label in found)
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
 

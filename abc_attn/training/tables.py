@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from abc_attn.progress import Progress
 from abc_attn.recipes.table import Table
 from abc_attn.report import write_page
 from abc_attn.report.plots import check_plot
@@ -90,9 +92,11 @@ def plan(
         if before is None and shared is None:
             _check(plans[row, seed], source, plans.get((str(source), seed)))
 
-    for row in rows or known:
-        for seed in seeds:
+    asked = [(row, seed) for row in rows or known for seed in seeds]
+    with Progress("checking the recipes", len(asked)) if shown.downstream else nullcontext(lambda row: None) as done:
+        for row, seed in asked:
             add(row, seed)
+            done(row)
     if shown.plot:
         check_plot(shown)
     return list(plans.values())

@@ -89,7 +89,7 @@ def test_labels(tmp_path):
     assert LabelledSource(COLUMNS, files=(train, train)).read()[2] == ("9", "10")
     with pytest.raises(ValueError, match=r"test.tsv, line 3: label '8' is not one of '9', '10'"):
         LabelledSource(COLUMNS, files=(train, test)).read()
-    with pytest.raises(ValueError, match=r"train.tsv has 1 different labels; from 2 to 1000"):
+    with pytest.raises(ValueError, match=r"train.tsv has one label alone, 'x'; from 2 to 1000"):
         LabelledSource(COLUMNS, files=(write(train, [("a", "x"), ("b", "x")]), test)).read()
     before = LabelledSource(COLUMNS, files=(train, test)).fingerprint()
     write(train, [("a", "x"), ("c", "x")])
