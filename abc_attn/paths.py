@@ -180,14 +180,14 @@ def text_file(file: Path) -> str:
 
 
 def text_lines(file: Path, *, keep_ends: bool = False) -> Iterator[str]:
-    """The lines of a UTF-8 file; .xz and .gz files are unpacked."""
+    """The lines of a UTF-8 file, without a byte-order mark before them; .xz and .gz files are unpacked."""
     openers: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
     number = 0
     with openers.get(file.suffix, open)(file, "rb") as opened:
         try:
             for line in opened:
                 number += 1
-                text = line.decode("utf-8")
+                text = line.decode("utf-8").removeprefix("\ufeff" * (number == 1))
                 yield text if keep_ends else text.removesuffix("\n")
         except UnicodeDecodeError as error:
             raise ValueError(

@@ -59,6 +59,8 @@ def average(arguments: argparse.Namespace) -> None:
     sources, target = arguments.sources, arguments.output
     with explained("hf"):
         paths.new_folder(target)
+        if len(sources) == 1 and arguments.last is None:
+            raise CommandError(f"one model has no mean: say how many checkpoints of {sources[0]} (--last 5)")
         from abc_attn.models.averaging import save_mean
 
         folders = [part for source in sources for part in _checkpoints(source, arguments.last)]

@@ -19,6 +19,7 @@ from abc_attn.commands.errors import CommandError, explained
 from abc_attn.commands.models import compile_steps, hugging_face, load_saved
 
 if TYPE_CHECKING:
+    from abc_attn.data import ParallelSource
     from abc_attn.evaluation.translating import Translator
 
 LINES_AT_ONCE = 256  # of standard input, if so many are there already
@@ -36,7 +37,11 @@ def translate(arguments: argparse.Namespace) -> None:
     out = _Output(translator)
     with hugging_face():
         for lines in _batches(_numbered(out), arguments.documents):
-            kept = [(number, line) for number, line in lines if _readable(translator, number, line, out)]
+            kept = [
+                (number, line)
+                for number, line in lines
+                if line is not None and _readable(translator, number, line, out)
+            ]
             groups = _documents(kept) if arguments.documents else [[one] for one in kept if one[1]]
             out.expect(number for number, _ in lines)
             out.give({number: "" for number, line in lines if not line or number in out.refused})
@@ -58,7 +63,7 @@ def evaluate_translation(arguments: argparse.Namespace) -> None:
                 raise CommandError(f"--{name} is needed: a text file, as long as the other")
         for file in files.values():
             paths.text_file(file)
-    translator, context = _translator(arguments)
+    translator, context = _translator(arguments, cut=True)
     with hugging_face():
         from abc_attn.data import ParallelSource
         from abc_attn.evaluation.bleu import MEASURES, measure, measured_documents, signatures
@@ -67,6 +72,7 @@ def evaluate_translation(arguments: argparse.Namespace) -> None:
             ("", ""), {"test": tuple(files.values())}, blank_lines_end_documents=arguments.documents
         )
         documents = measured_documents(source, "test", context, None)
+        _say_what_is_cut(translator, source)
         started = time.perf_counter()
         made = translator.documents([document.source for document in documents], context)
         seconds = time.perf_counter() - started
@@ -82,8 +88,23 @@ def evaluate_translation(arguments: argparse.Namespace) -> None:
             print(f"{name:20} {signature}")
 
 
-def _translator(arguments: argparse.Namespace) -> tuple[Translator, int]:
-    """The translator in a folder, and how many sentences of context it takes."""
+def _say_what_is_cut(translator: Translator, source: ParallelSource) -> None:
+    from abc_attn.evaluation.translating import TooLong
+
+    lines = []
+    for pair in source.pairs("test"):
+        try:
+            translator.check(pair.source)
+        except TooLong:
+            lines.append(pair.line)
+    if lines:
+        shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+        said = f"lines of the source longer than the {translator.most:,} tokens that this model reads, which are cut"
+        print(f"abc-attn: {said}: {shown}", file=sys.stderr, flush=True)
+
+
+def _translator(arguments: argparse.Namespace, *, cut: bool = False) -> tuple[Translator, int]:
+    """The translator in a folder, and how many sentences of context it takes. cut: sentences beyond its positions."""
     folder: Path = arguments.model
     model, tokenizer = load_saved(arguments)
     with hugging_face():
@@ -94,13 +115,13 @@ def _translator(arguments: argparse.Namespace) -> tuple[Translator, int]:
                 f"{folder} holds a {type(model).__name__}; a translator (...ForConditionalGeneration) is needed"
             )
         if not arguments.documents:
-            return Translator(model, tokenizer, **_search(arguments)), 0
+            return Translator(model, tokenizer, **_search(arguments), cut=cut), 0
         context = getattr(model.config, "context_sentences", 0)
         if not context or tokenizer.sep_token_id is None:
             raise CommandError(
                 f"--documents: {folder} was trained on single sentences (context_sentences in config.json)"
             )
-        return Translator(model, tokenizer, **_search(arguments)), context
+        return Translator(model, tokenizer, **_search(arguments), cut=cut), context
 
 
 def _search(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -183,8 +204,9 @@ def _readable(translator: Translator, number: int, line: str, out: _Output) -> b
     return True
 
 
-def _numbered(out: _Output) -> Iterator[list[tuple[int, str]]]:
-    """The lines of standard input, as many at once as are there already: one who types gets an answer to each."""
+def _numbered(out: _Output) -> Iterator[list[tuple[int, str | None]]]:
+    """The lines of standard input, as many at once as are there already: one who types gets an answer to each. None
+    stands for a line that cannot be read: it is no empty one, which would end a document."""
     waiting: queue.Queue[bytes | str | Exception | None] = queue.Queue(4 * LINES_AT_ONCE)
 
     def read() -> None:
@@ -198,7 +220,7 @@ def _numbered(out: _Output) -> Iterator[list[tuple[int, str]]]:
     threading.Thread(target=read, daemon=True).start()
     number, line = 0, waiting.get()
     while isinstance(line, (bytes, str)):
-        lines: list[tuple[int, str]] = []
+        lines: list[tuple[int, str | None]] = []
         while isinstance(line, (bytes, str)):
             number += 1
             lines.append((number, _text(line, number, out)))
@@ -214,30 +236,32 @@ def _numbered(out: _Output) -> Iterator[list[tuple[int, str]]]:
 
 def _standard_input() -> Any:
     """Not sys.stdin itself: Python could not close that while a thread waits for its next line."""
+    if sys.stdin is None:
+        raise CommandError("standard input is closed: give a text with < FILE")
     try:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     except (OSError, AttributeError):  # it is no file
         return sys.stdin
 
 
-def _text(line: bytes | str, number: int, out: _Output) -> str:
+def _text(line: bytes | str, number: int, out: _Output) -> str | None:
     try:
         text = line if isinstance(line, str) else line.decode("utf-8")
     except UnicodeDecodeError as error:
         out.refuse(number, f"is not UTF-8 text (byte {error.object[error.start]:#04x} at column {error.start})")
-        return ""
-    return " ".join(text.split())
+        return None
+    return " ".join(text.removeprefix("\ufeff" * (number == 1)).split())
 
 
-def _batches(read: Iterator[list[tuple[int, str]]], documents: bool) -> Iterator[list[tuple[int, str]]]:
+def _batches(read: Iterator[list[tuple[int, str | None]]], documents: bool) -> Iterator[list[tuple[int, str | None]]]:
     """What is translated together: lines as they come, or whole documents."""
-    left: list[tuple[int, str]] = []
+    left: list[tuple[int, str | None]] = []
     for lines in read:
         if not documents:
             yield lines
             continue
         left += lines
-        ends = [place for place, (_, line) in enumerate(left) if not line]
+        ends = [place for place, (_, line) in enumerate(left) if line == ""]
         if ends:
             yield left[: ends[-1] + 1]
             left = left[ends[-1] + 1 :]

@@ -210,13 +210,12 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Cells between tabs, without quotes, as in GLUE."""
     for line, text in enumerate(text_lines(path), 1):
         if text.strip():
-            yield line, text.removesuffix("\r").removeprefix("\ufeff" * (line == 1)).split("\t")
+            yield line, text.removesuffix("\r").split("\t")
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_LONGEST_CELL)
-    lines = (text.removeprefix("\ufeff") for text in text_lines(path, keep_ends=True))
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader(text_lines(path, keep_ends=True), strict=True)
     while True:
         start = reader.line_num + 1
         try:

@@ -32,7 +32,7 @@ PAD, END, SEPARATOR = "<pad>", "</s>", "<sep>"
 SPECIAL = (PAD, END, SEPARATOR)
 SMALLEST_VOCABULARY = len(SPECIAL) + 256 + 1  # the bytes, and something to learn
 SIDES = ("source", "target")
-_FORMAT = 1
+_FORMAT = 2
 _PAIRS_AT_A_TIME = 10_000
 _CHECKSUMS = "corpus.sha256"
 _SHOWN = 5  # line numbers in a message
@@ -183,6 +183,7 @@ def load_tokenizer_file(file: Path) -> PreTrainedTokenizerFast:
         eos_token=END,
         sep_token=SEPARATOR,
         clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # "</s>" in a text is text
     )
 
 
@@ -201,6 +202,7 @@ def _encode(source: ParallelSource, split: str, tokenizer: Tokenizer, folder: Pa
     ids: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     lengths: tuple[list[int], list[int]] = ([], [])
     where: list[tuple[int, int]] = []
+    tokenizer.encode_special_tokens = True  # "</s>" in a text is text
     with tqdm(desc=f"tokenizing {split}", unit=" pairs", disable=not sys.stderr.isatty()) as bar:
         for pairs in _batched(source.pairs(split), _PAIRS_AT_A_TIME):
             for side in (0, 1):

@@ -141,20 +141,20 @@ def heatmap(table: Table, rows: Rows, figure: Figure) -> None:
     panels: list[Axes] = list(figure.subplots(1, 2 if papers else 1, squeeze=False)[0])
     figure.set_size_inches(4.5 * len(panels), 4)
     for axes, points, title in zip(panels, (ours, papers), ("measured here", "the paper"), strict=False):
-        _heat_panel(axes, points, title if papers else "")
-        axes.set(xlabel=x, ylabel=y)
+        _heat_panel(axes, points, title if papers else "", table.decimals)
+        axes.set(xlabel=table.plot.get("x_label", x), ylabel=table.plot.get("y_label", y))
     figure.suptitle(table.plot["label"], fontsize="medium")
 
 
-def _heat_panel(axes: Axes, points: Mapping[tuple[float, float], float], title: str) -> None:
+def _heat_panel(axes: Axes, points: Mapping[tuple[float, float], float], title: str, decimals: int) -> None:
     across, up = (sorted({place[axis] for place in points}) for axis in (0, 1))
     grid = [[points.get((one, other), math.nan) for one in across] for other in up]
     if points:
         axes.imshow(grid, origin="lower", cmap="viridis", aspect="auto")
     middle = (max(points.values()) + min(points.values())) / 2 if points else 0.0
     for (one, other), value in points.items():
-        where, color = (across.index(one), up.index(other)), "white" if value < middle else "black"
-        axes.annotate(f"{value:.4g}", where, ha="center", va="center", color=color)
+        where, color = (across.index(one), up.index(other)), "white" if value <= middle else "black"
+        axes.annotate(f"{value:.{decimals}f}", where, ha="center", va="center", color=color)
     axes.set_xticks(range(len(across)), [str(value) for value in across])
     axes.set_yticks(range(len(up)), [str(value) for value in up])
     axes.set_title(title)

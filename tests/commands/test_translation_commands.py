@@ -99,6 +99,46 @@ def test_a_bad_line_is_named_and_the_rest_is_translated(translated, tmp_path):
     assert "abc-attn: error: 2 of 5 lines were not translated, and are empty: 2, 4\n" in said
 
 
+def test_a_bad_line_of_a_document_is_left_out_and_does_not_end_it(translated, tmp_path):
+    lines = [source for source, _ in sentences(3)]
+    whole = translated("\n".join(lines), "document", "--documents")[1]
+    for bad in (b"\xff\xfe", b"e1 " * 100):
+        text = tmp_path / "bad.txt"
+        text.write_bytes("\n".join(lines[:2]).encode() + b"\n" + bad + b"\n" + lines[2].encode())
+        with open(text) as file:
+            code, made, _ = translated(file, "document", "--documents")
+        assert (code, made) == (2, [*whole[:2], "", whole[2]])
+
+
+def test_a_byte_order_mark_is_no_text(translated, place, tmp_path, capsys):
+    (tmp_path / "text").write_text("\ufeffe1 e2\n", encoding="utf-8")
+    with open(tmp_path / "text", encoding="utf-8") as file:
+        assert translated(file)[1] == translated("e1 e2")[1]
+    source = ParallelSource(("a", "b"), {"test": (tmp_path / "text", tmp_path / "text")})
+    assert [(pair.source, pair.target) for pair in source.pairs("test")] == [("e1 e2", "e1 e2")]
+
+
+def test_what_looks_like_a_special_token_is_text(place):
+    tokenizer = AutoTokenizer.from_pretrained(place / "sentence")
+    ids = tokenizer("e1 </s> <sep> e2").input_ids
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.sep_token_id not in ids
+
+
+def test_a_line_that_is_too_long_is_cut_to_be_scored(place, tmp_path, capsys):
+    source, reference = ((place / "pairs" / f"test.{language}").read_text() for language in ("en", "de"))
+    (tmp_path / "in").write_text(f"{source}{'e1 ' * 100}\n")
+    (tmp_path / "out").write_text(f"{reference}d1\n")
+    files = ["--source", str(tmp_path / "in"), "--reference", str(tmp_path / "out")]
+    assert (
+        main(["evaluate", str(place / "sentence"), "--task", "translation", *files, *LIMIT, "--beams", "2", "--json"])
+        == 0
+    )
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["sentences"] == 16
+    assert "longer than the 96 tokens that this model reads, which are cut: 16\n" in shown.err
+
+
 @pytest.mark.parametrize("options", [[], ["--documents"]])
 def test_a_thousand_lines_in_any_company(place, translated, options):
     """Long enough that there are many batches; the lines repeat, so that each is in several."""
@@ -176,7 +216,8 @@ def test_scores(place, capsys):
         (["evaluate", "{}/sentence"], "--file is needed"),
         (["average", "{}/sentence", "--output", "{}/pairs"], "exists and is not empty"),
         (["average", "{}/sentence", "--last", "2", "--output", "{}/new"], "has 0 checkpoints, and --last asks for 2"),
-        (["average", "{}/pairs", "--output", "{}/new"], "no weights (*.safetensors) in"),
+        (["average", "{}/pairs", "{}/sentence", "--output", "{}/new"], "no weights (*.safetensors) in"),
+        (["average", "{}/sentence", "--output", "{}/new"], "one model has no mean: say how many checkpoints"),
         (["average", "{}/sentence", "{}/plain", "--output", "{}/new"], "have other weights: controls.cross"),
     ],
 )  # fmt: skip

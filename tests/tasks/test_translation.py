@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from tiny_pairs import TINY, write_pairs
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
@@ -14,6 +15,7 @@ from two_processes import train_in_two
 
 from abc_attn import recipes
 from abc_attn.recipes.table import Table
+from abc_attn.report import plots
 from abc_attn.report.plots import draw
 from abc_attn.training import load_recipe, prepare, tables, train
 from abc_attn.training.trainer import read_metrics
@@ -233,5 +235,13 @@ def test_the_heat_map(tmp_path):
         runs[row] = [{"values": values, "scores": {"validation/BLEU": 30.0 + values["slots"]["cross"]}}]
     draw(table, runs, tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000
+    figure = Figure()
+    plots.heatmap(table, runs, figure)
+    ours, papers = figure.axes
+    assert sorted(text.get_text() for text in ours.texts) == sorted(
+        f"{30 + run['values']['slots']['cross']:.1f}" for (run,) in runs.values()
+    )
+    assert len(papers.texts) == len(table.paper)
+    assert ours.get_xlabel() == "slots for the source (cross)"
     draw(table, {}, tmp_path / "empty.png")
     assert {"table2a", "table2b", "table5", "table6"} <= {*recipes.tables()}
