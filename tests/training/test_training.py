@@ -160,7 +160,7 @@ def test_killed_after_the_last_checkpoint_trains_no_further(recipe, tmp_path):
     (tmp_path / "other").mkdir()
     for file in Path("text").iterdir():
         (tmp_path / "other" / file.name).write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    with pytest.raises(ValueError, match="was started with another text"):
+    with pytest.raises(ValueError, match="was of other data"):
         train(recipe(data_dir=str(tmp_path / "other")), resume=True)
     again = train(recipe(), resume=True)
     assert again["validation"] == done["validation"]
