@@ -198,3 +198,20 @@ def test_copied_recipes_are_the_same_tables(tmp_path, monkeypatch):
     assert [planned.recipe.values for planned in ours] == [planned.recipe.values for planned in copied]
     with pytest.raises(FileExistsError, match="mine exists"):
         recipes.copy("mine")
+
+
+def test_a_row_that_diverges_does_not_stop_the_others(folder, monkeypatch, capsys):
+    trained = tables._run
+
+    def diverges(planned):
+        if planned.row == "base":
+            raise FloatingPointError("the loss is nan at step 1")
+        return trained(planned)
+
+    (folder / "mine" / "small" / "another.yaml").unlink()
+    rewrite(folder / "mine" / "small" / "middle.yaml", init_from=None)
+    monkeypatch.setattr(tables, "_run", diverges)
+    with pytest.raises(FloatingPointError, match=r"training diverged for base, seed 0; results/mine/small.md has"):
+        tables.reproduce("mine", "small", plan(), Path("results"))
+    assert "base, seed 0: the loss is nan at step 1" in capsys.readouterr().err
+    assert [run["row"] for run in read_runs(Path("results/mine"))] == ["middle"]
