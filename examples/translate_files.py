@@ -47,6 +47,9 @@ def main(source: str | None = None, target: str | None = None, folder: str | Non
     pairs = toy()
     if source is not None and target is not None:
         texts = [Path(file).read_text(encoding="utf-8").splitlines() for file in (source, target)]
+        if len(texts[0]) != len(texts[1]):
+            counts = f"{source} has {len(texts[0]):,} lines, {target} {len(texts[1]):,}"
+            sys.exit(f"{counts}: each line must be the translation of the other's")
         pairs = list(zip(*texts, strict=True))
     with tempfile.TemporaryDirectory() as scratch:
         data, run = Path(scratch, "data"), Path(folder or scratch, "run")

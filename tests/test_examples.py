@@ -49,3 +49,6 @@ def test_translate_files(tmp_path, capsys):
     assert loss < 3.5  # log of the 300 tokens is 5.7
     assert capsys.readouterr().out.count(" -> ") == 3
     assert (tmp_path / "run" / "model.safetensors").exists()
+    (tmp_path / "mine.de").write_text("one line\n")
+    with pytest.raises(SystemExit, match=r"mine.en has 100 lines, .*mine.de 1: each line"):
+        module.main(*(str(tmp_path / name) for name in ("mine.en", "mine.de")))

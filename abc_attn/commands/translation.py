@@ -74,7 +74,7 @@ def evaluate_translation(arguments: argparse.Namespace) -> None:
         documents = measured_documents(source, "test", context, None)
         _say_what_is_cut(translator, source)
         started = time.perf_counter()
-        made = translator.documents([document.source for document in documents], context)
+        made = translator.documents([document.source for document in documents], context, label="translating")
         seconds = time.perf_counter() - started
         names = [name for name in MEASURES if context or "document" not in name]
         found: dict[str, Any] = {name: measure(name, documents, made) for name in names}
@@ -132,18 +132,22 @@ class _Output:
     """Writes translations in the order of their lines, as soon as those before are there; says what was done."""
 
     def __init__(self, translator: Translator) -> None:
+        from tqdm import tqdm
+
         self.translator = translator
         self.waiting: list[int] = []  # numbers of lines that are not written yet
         self.ready: dict[int, str] = {}
         self.refused: list[int] = []
         self.lines = 0
         self.started = self.noted = time.monotonic()
+        quiet = not sys.stderr.isatty() or sys.stdout.isatty()  # translations on a terminal show how far they are
+        self.bar = tqdm(desc="translating", unit=" lines", leave=False, disable=quiet)
 
     def expect(self, numbers: Iterator[int]) -> None:
         self.waiting += numbers
 
     def refuse(self, number: int, why: str) -> None:
-        print(f"abc-attn: line {number} {why}; an empty line stands for it", file=sys.stderr, flush=True)
+        self.bar.write(f"abc-attn: line {number} {why}; an empty line stands for it", file=sys.stderr)
         self.refused.append(number)
 
     def give(self, texts: dict[int, str]) -> None:
@@ -154,6 +158,7 @@ class _Output:
         text = "".join(f"{self.ready.pop(number)}\n" for number in self.waiting[:done])
         del self.waiting[:done]
         self.lines += done
+        self.bar.update(done)
         if text:
             with _uninterrupted():
                 sys.stdout.write(text)
@@ -163,6 +168,7 @@ class _Output:
             self._say()
 
     def finish(self) -> None:
+        self.bar.close()
         self._say(f", {_described(self.translator)}")
 
     def _say(self, more: str = "") -> None:

@@ -6,8 +6,8 @@ through what it has translated before counts real tokens. Where a decoder cannot
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from abc_attn.data.batches import TokenBatches, by_length, mask, padded
@@ -23,6 +22,7 @@ from abc_attn.data.synthetic import IGNORED
 from abc_attn.evaluation.scoring import evaluating
 from abc_attn.hf import state_bytes
 from abc_attn.hf.models import BoundedModel, most_tokens
+from abc_attn.progress import Progress
 
 MORE_THAN_SOURCE = 50  # tokens of a translation beyond those of its source, as in Vaswani et al. (2017)
 TOGETHER = 8192  # tokens of all beams of a batch, when the longest is finished
@@ -127,16 +127,25 @@ class Translator:
         return [made for (made,) in self.documents([[source] for source in sources])]
 
     def documents(
-        self, documents: Sequence[Sequence[str]], context: int = 0, references: Sequence[Sequence[str]] | None = None
+        self,
+        documents: Sequence[Sequence[str]],
+        context: int = 0,
+        references: Sequence[Sequence[str]] | None = None,
+        *,
+        label: str | None = None,
     ) -> list[list[str]]:
         """The translations of documents' sentences, in order.
 
         A sentence is read after `context` sentences before it, and the decoder is forced through their translations:
-        its own, or the references if there are any. Fewer, where all of them would be too long for the model.
+        its own, or the references if there are any. Fewer, where all of them would be too long for the model. With a
+        label, standard error shows how far it is.
         """
         found: list[list[str]] = [[""] * len(document) for document in documents]
-        for document, sentence, text in self.stream(documents, context, references):
-            found[document][sentence] = text
+        with Progress(label, sum(map(len, documents))) if label else nullcontext() as done:
+            for document, sentence, text in self.stream(documents, context, references):
+                found[document][sentence] = text
+                if done:
+                    done(f"{self.work.tokens:,} tokens")
         return found
 
     def stream(
@@ -146,23 +155,19 @@ class Translator:
         texts = [[self._tokens(sentence) for sentence in document] for document in documents]
         made: list[list[list[int]]] = [[] for _ in documents]
         given = [[self._tokens(sentence) for sentence in one] for one in references or ()]
-        quiet = not sys.stderr.isatty() or sys.stdout.isatty()
-        with tqdm(total=sum(map(len, documents)), desc="translating", leave=False, disable=quiet) as bar:
-            for number in range(max(map(len, documents), default=0)):  # the first sentences of all, then the second ...
-                due = [document for document, text in enumerate(texts) if number < len(text)]
-                for document in due:
-                    made[document].append([])
-                    if not texts[document][number]:
-                        bar.update()
-                        yield document, number, ""
-                due = [document for document in due if texts[document][number]]
-                before = given or made
-                rows = [self._row(texts[one][: number + 1], before[one][:number], context) for one in due]
-                for places, found in self.search(rows):
-                    for place, row in zip(places, found, strict=True):
-                        made[due[place]][number] = row
-                        bar.update()
-                        yield due[place], number, self._text(row)
+        for number in range(max(map(len, documents), default=0)):  # the first sentences of all, then the second ...
+            due = [document for document, text in enumerate(texts) if number < len(text)]
+            for document in due:
+                made[document].append([])
+                if not texts[document][number]:
+                    yield document, number, ""
+            due = [document for document in due if texts[document][number]]
+            before = given or made
+            rows = [self._row(texts[one][: number + 1], before[one][:number], context) for one in due]
+            for places, found in self.search(rows):
+                for place, row in zip(places, found, strict=True):
+                    made[due[place]][number] = row
+                    yield due[place], number, self._text(row)
 
     def _text(self, row: list[int]) -> str:
         self.work.sentences += 1

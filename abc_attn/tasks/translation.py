@@ -300,11 +300,12 @@ class Translation(Task):
                 started, context = time.monotonic(), settings.context_sentences
                 documents = measured_documents(self._source(), split, context, settings.eval_documents)
                 references = [document.target for document in documents] if ending else None
-                made = translator.documents([document.source for document in documents], context, references)
+                sources, part = [document.source for document in documents], f"{split}{ending}"
+                made = translator.documents(sources, context, references, label=f"  translating {part}")
                 for name in measures:
                     figures[f"{split}/{name}{ending}"] = measure(name, documents, made)
                 shown = ", ".join(f"{name} {figures[f'{split}/{name}{ending}']:.2f}" for name in measures)
-                print(f"  {split}{ending}: {shown} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
+                print(f"  {part}: {shown} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
         return figures
 
     def signatures(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +161,15 @@ def translator(corpus):
         return Translator(model, corpus[1].tokenizer, **options)
 
     return make
+
+
+def test_how_far_it_is(translator, capsys):
+    """On standard error, and only for those who ask."""
+    made = translator(longest=4)
+    plain = made.documents([["e1", "e2 e3"], ["e4"]])
+    assert not capsys.readouterr().err
+    assert made.documents([["e1", "e2 e3"], ["e4"]], label="mine") == plain
+    assert re.search(r"mine: 3/3, \d+ tokens, \d+ s\n$", capsys.readouterr().err)
 
 
 def test_a_document_is_translated_after_its_own_translation(corpus, translator):
