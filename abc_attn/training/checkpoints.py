@@ -30,6 +30,12 @@ def all_checkpoints(folder: Path) -> list[Path]:
     return [numbered[step] for step in sorted(filter(str.isdecimal, numbered), key=int)]
 
 
+def remove_checkpoints(folder: Path) -> None:
+    """For a run whose result is kept elsewhere: they are for resuming, and several times as large as its model."""
+    for checkpoint in all_checkpoints(folder):
+        shutil.rmtree(checkpoint)
+
+
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The last checkpoint of a run that is whole, and what is wrong with those after it; None if there is none.
 

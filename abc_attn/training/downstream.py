@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from abc_attn.recipes.reading import read_mapping
 from abc_attn.recipes.table import AVERAGE, DOWNSTREAM_GRID, Table
 from abc_attn.tasks.base import Figures
-from abc_attn.training.checkpoints import all_checkpoints
+from abc_attn.training.checkpoints import remove_checkpoints
 from abc_attn.training.grid import check_grid, points, search
 from abc_attn.training.recipe import Recipe
 
@@ -89,8 +88,7 @@ def _tidy(recipes: list[Recipe], best: Recipe) -> None:
     """Remove what a finished grid does not need: checkpoints, and the weights of those that were not chosen."""
     for recipe in recipes:
         folder = Path(recipe.values["output_dir"])
-        for checkpoint in all_checkpoints(folder):
-            shutil.rmtree(checkpoint)
+        remove_checkpoints(folder)
         if recipe is not best:
             for weights in folder.glob("*.safetensors"):
                 weights.unlink()

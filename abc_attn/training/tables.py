@@ -20,6 +20,7 @@ from abc_attn.report import write_page
 from abc_attn.report.plots import check_plot
 from abc_attn.report.runs import RUNS, add_run, read_runs
 from abc_attn.tasks import get_task
+from abc_attn.training.checkpoints import remove_checkpoints
 from abc_attn.training.downstream import check_recorded, fine_tune, plan_downstream, split_overrides
 from abc_attn.training.recipe import Recipe, load_recipe
 from abc_attn.training.run import STARTED, prepare
@@ -147,6 +148,8 @@ def reproduce(table: str, scale: str, plans: Sequence[Plan], results: Path = Pat
                 diverged.append(planned.name)
                 continue
             add_run(results / table, record | {"row": planned.row, "scale": planned.scale})
+            if planned.shared is None:
+                remove_checkpoints(Path(planned.recipe.values["output_dir"]))
     shown = plans[0].table if plans else Table.open(table)
     page = write_page(shown, scale, results)
     if diverged:

@@ -75,6 +75,7 @@ def test_a_table_is_made_row_by_row_and_once(folder, place, monkeypatch):
     assert "| base | `softmax` | - | 1 | n/a | n/a |" in streams
     write_report(Path("results"), Path("report.html"))  # though the package has no such table
     assert "middle" in Path("report.html").read_text()
+    assert not list(Path("runs").rglob("checkpoint-*"))  # they are for resuming
 
     # Done is done; another recipe is not the same run; a run's folder of another recipe is refused.
     monkeypatch.setattr("abc_attn.training.tables.prepare", None)  # would fail if it were called
