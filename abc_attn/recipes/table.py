@@ -30,6 +30,7 @@ class History(NamedTuple):
     reading: str
     score: str  # such as loss: less is better
     label: str
+    rows: list[str]  # which rows: those whose scores during training mean the same
     row: str  # how many tokens the others take until they are as good as this one at its end,
     within: float  # but for so much
 
@@ -104,6 +105,7 @@ class Table:
             )
         except TypeError as error:
             raise ValueError(f"{path}, more or history: {error}") from None
+        _check_history(path, table.history)
         for row, figures in table.paper.items():
             if len(figures) != len(table.columns):
                 raise ValueError(
@@ -174,6 +176,17 @@ def _check_value(path: Path, key: str, value: Any) -> None:
         said += " of tables with columns"
     if not good:
         raise ValueError(f"{path}: {key} must be {said}, got {value!r:.100}")
+
+
+def _check_history(path: Path, history: History | None) -> None:
+    if history is None:
+        return
+    if not isinstance(history.rows, list) or not all(isinstance(row, str) for row in history.rows):
+        raise ValueError(f"{path}: history: rows must be a list of rows, got {history.rows!r:.100}")
+    if history.row not in history.rows:
+        raise ValueError(f"{path}: history: row must be one of rows, got {history.row!r:.60}")
+    if not isinstance(history.within, int | float) or isinstance(history.within, bool):
+        raise ValueError(f"{path}: history: within must be a number, got {history.within!r:.60}")
 
 
 def _word(value: Any) -> str:

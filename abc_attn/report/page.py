@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from abc_attn.files import write_whole
 from abc_attn.recipes import SCALES
-from abc_attn.recipes.table import ColumnGroup, History, Table
+from abc_attn.recipes.table import DOWNSTREAM_GRID, ColumnGroup, History, Table
 from abc_attn.report.plots import draw, draw_history
 from abc_attn.report.runs import figures, history, read_runs, tokens_until
 
@@ -111,7 +111,11 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
         ]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
     found += [_ours(table, group, rows) for group in table.more]
-    return found if table.history is None else [*found, _history(table, table.history, rows)]
+    if table.history is not None:
+        found.append(_history(table, table.history, rows))
+    if any("downstream" in run for run in runs):
+        found.append(_chosen(table, rows))
+    return found
 
 
 def by_row(table: Table, runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -142,7 +146,7 @@ def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[
 
 def _history(table: Table, shown: History, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
     """The score before and after training, and the tokens until a row is as good as another at its end, or nearly."""
-    curves = {row: history(runs, shown.score) for row, runs in rows.items()}
+    curves = {row: history(rows[row], shown.score) for row in shown.rows if row in rows}
     lines = []
     for row, curve in curves.items():
         if len(curve) < 2:
@@ -154,6 +158,24 @@ def _history(table: Table, shown: History, rows: Mapping[str, Sequence[Mapping[s
         lines.append([row, *ends, "-" if until is None else f"{until / 1e6:.2f}M"])
     head = ["row", "at the start", "at the end", f"tokens until {shown.row} + {shown.within}"]
     return Section(shown.title, shown.reading, head, lines)
+
+
+def _chosen(table: Table, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+    """Which point of the grid each fine-tuned model is."""
+    tasks = [task for task in table.downstream if task != DOWNSTREAM_GRID]
+    lines = [[row, *(", ".join(_best(run, task) for run in runs) for task in tasks)] for row, runs in rows.items()]
+    reading = "By the score on held-out training text; for each seed."
+    return Section("Chosen from the grid", reading, ["row", *tasks], lines)
+
+
+def _best(run: Mapping[str, Any], task: str) -> str:
+    """The values of the best point that not all points share."""
+    if (found := run.get("downstream", {}).get(task)) is None:
+        return "-"
+    points = [point["values"] for point in found["points"]]
+    best = points[found["best"]]
+    tried = [key for key in best if any(point.get(key) != best[key] for point in points)]
+    return ", ".join(f"{key} {best[key]}" for key in tried) or "the only one"
 
 
 def _control(values: Mapping[str, Any]) -> str:

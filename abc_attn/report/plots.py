@@ -56,8 +56,8 @@ def draw_history(table: Table, rows: Rows, path: Path) -> None:
     assert table.history is not None
     figure = Figure(layout="constrained", figsize=(6, 4))
     axes = figure.subplots()
-    for row, runs in rows.items():
-        if len(curve := history(runs, table.history.score)) > 1:
+    for row in table.history.rows:
+        if len(curve := history(rows.get(row, []), table.history.score)) > 1:
             axes.plot([tokens / 1e6 for tokens in curve], list(curve.values()), marker=".", label=row)
     axes.set(xlabel="million tokens", ylabel=table.history.label, title=table.title)
     axes.spines[["top", "right"]].set_visible(False)

@@ -5,7 +5,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
+from abc_attn.recipes import ROOT
 from abc_attn.recipes.table import Table
 from abc_attn.report import write_page, write_report
 from abc_attn.report.page import sections
@@ -85,6 +87,7 @@ def pretrained(row, seed, *losses):
 def test_scores_over_the_tokens_of_training(tmp_path):
     records = [pretrained("base", 0, 5.0, 3.0, 2.0), pretrained("base", 1, 5.0, 3.0, 1.0)]
     records += [pretrained("mlp-64", 0, 6.0, 2.6, 1.5), pretrained("mlp-128", 0, 8.0, 7.0), pretrained("random-64", 0)]
+    records.append(pretrained("source", 0, 9.0, 8.0))  # not one of the rows that are compared
     for record in records:
         add_run(tmp_path / "table3", record)
     table = Table.open("table3")
@@ -97,6 +100,7 @@ def test_scores_over_the_tokens_of_training(tmp_path):
         ["mlp-64", "6.00", "1.50", "1.91M"],
         ["mlp-128", "8.00", "7.00", "-"],
     ]
+    assert table.history.rows[:2] == ["base", "linformer-64"]
     assert {path.name for path in page.parent.glob("*.png")} == {"small.png", "small-history.png"}
     assert "![loss of masked tokens, validation](small-history.png)" in page.read_text(encoding="utf-8")
 
@@ -106,6 +110,23 @@ def test_scores_over_the_tokens_of_training(tmp_path):
 )
 def test_tokens_until_a_level(level, tokens):
     assert tokens_until({0: 8.0, 100: 6.0, 200: 3.0}, level) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": "base"}, "rows must be a list of rows, got 'base'"),
+        ({"row": "mlp-32"}, "row must be one of rows, got 'mlp-32'"),
+        ({"within": "near"}, "within must be a number, got 'near'"),
+    ],
+)
+def test_a_wrong_history_is_said(tmp_path, changes, said):
+    about = yaml.safe_load((ROOT / "table3" / "table.yaml").read_text())
+    about["history"] |= changes
+    (tmp_path / "table3").mkdir()
+    (tmp_path / "table3" / "table.yaml").write_text(yaml.safe_dump(about))
+    with pytest.raises(ValueError, match=said):
+        Table.open("table3", tmp_path)
 
 
 def test_a_curve_has_the_points_of_all_seeds():

@@ -282,6 +282,8 @@ def test_a_table_of_models_that_are_fine_tuned(place, tmp_path, monkeypatch):
     assert len(scored) == 1  # the best point, once
     assert "| mlp | `mlp` | 4 | 1 |" in page.read_text()
     (run,) = tables.read_runs(Path("results/mine"))
+    rate = (1e-3, 1e-2)[run["downstream"]["words"]["best"]]
+    assert f"| mlp | learning_rate {rate} |" in page.read_text().split("## Chosen from the grid")[1]
     assert run["scores"]["words/accuracy"] == run["scores"]["average/accuracy"]
     assert 0 <= run["scores"]["words/accuracy"] <= 100
     assert [point["values"]["learning_rate"] for point in run["downstream"]["words"]["points"]] == [1e-3, 1e-2]
