@@ -143,14 +143,18 @@ class PairCorpus:
         return kept, said
 
 
-def build_pairs(source: ParallelSource, cache_dir: str | os.PathLike[str], vocab_size: int) -> PairCorpus:
+def build_pairs(
+    source: ParallelSource, cache_dir: str | os.PathLike[str], vocab_size: int, tokenizer: Tokenizer | None = None
+) -> PairCorpus:
     """The corpus as token files under `cache_dir`, built now unless they are there already.
 
-    vocab_size: of the byte-level BPE that is learned from both sides of the training text together.
+    vocab_size: of the byte-level BPE that is learned from both sides of the training text together, unless there is a
+    `tokenizer`: that of the translator to start from.
     """
     check_vocabulary(vocab_size)
     source.check()
-    recipe = json.dumps(["pairs", _FORMAT, source.fingerprint(), vocab_size])
+    how = vocab_size if tokenizer is None else hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    recipe = json.dumps(["pairs", _FORMAT, source.fingerprint(), how])
     fingerprint = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = Path(cache_dir) / fingerprint
     if folder.is_dir():
@@ -162,7 +166,7 @@ def build_pairs(source: ParallelSource, cache_dir: str | os.PathLike[str], vocab
             shutil.rmtree(folder)
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError), whole_folder(folder) as partial:  # it exists if another process was quicker
-        _write(source, vocab_size, partial, fingerprint)
+        _write(source, tokenizer or _joint_bpe(source, vocab_size), partial, fingerprint)
     return PairCorpus.open(folder)
 
 
@@ -178,7 +182,7 @@ def check_vocabulary(vocab_size: int | None) -> None:
 def load_tokenizer_file(file: Path) -> PreTrainedTokenizerFast:
     """The tokenizer as it is saved with a model."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(file)),
+        tokenizer_object=read_tokenizer_file(file),
         pad_token=PAD,
         eos_token=END,
         sep_token=SEPARATOR,
@@ -187,8 +191,15 @@ def load_tokenizer_file(file: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _write(source: ParallelSource, vocab_size: int, folder: Path, fingerprint: str) -> None:
-    tokenizer = _joint_bpe(source, vocab_size)
+def read_tokenizer_file(file: Path) -> Tokenizer:
+    """The joint BPE of a corpus, or of a translator that was trained on one."""
+    tokenizer = Tokenizer.from_file(str(file))
+    if missing := [token for place, token in enumerate(SPECIAL) if tokenizer.token_to_id(token) != place]:
+        raise ValueError(f"{file} is not the tokenizer of a translator of abc-attn: {', '.join(missing)} missing")
+    return tokenizer
+
+
+def _write(source: ParallelSource, tokenizer: Tokenizer, folder: Path, fingerprint: str) -> None:
     for split in SPLITS:
         _encode(source, split, tokenizer, folder)
     tokenizer.save(str(folder / "tokenizer.json"))

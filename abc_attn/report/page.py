@@ -138,7 +138,7 @@ def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[
     lines = []
     for row, runs in rows.items():
         values = runs[0]["values"]
-        shown = [_shown(figures(runs, column), table.decimals) for column in group.columns]
+        shown = [_shown(figures(runs, column), table.decimals, len(runs)) for column in group.columns]
         name = row if row in table.paper or not table.paper else f"{row} (ours)"
         lines.append([name, _control(values), _slots(values), str(len(runs)), *shown])
     return Section(group.title, group.reading, ["row", "control", "slots", "seeds", *group.columns.values()], lines)
@@ -195,10 +195,12 @@ def _slots(values: Mapping[str, Any]) -> str:
     return "-" if slots is None else str(slots)
 
 
-def _shown(found: Sequence[float], decimals: int) -> str:
+def _shown(found: Sequence[float], decimals: int, of: int) -> str:
+    """The mean of the runs that have a figure, their spread, and how many they are if not all `of` a row."""
     if not found:
         return "n/a"
     mean = statistics.fmean(found)
     decimals = min(decimals, 1) if mean >= 100 else decimals  # more would only show how far seeds are apart
     spread = f" ({min(found):,.{decimals}f} to {max(found):,.{decimals}f})"
-    return f"{mean:,.{decimals}f}" + (spread if min(found) < max(found) else "")
+    fewer = f", {len(found)} of {of} seeds" if len(found) < of else ""
+    return f"{mean:,.{decimals}f}" + (spread if min(found) < max(found) else "") + fewer

@@ -161,7 +161,17 @@ class Translation(Task):
         from abc_attn.data import build_pairs
 
         cache = Path(self.settings.cache_dir).expanduser()
-        self.corpus = build_pairs(self._source(), cache, self.model_values["vocab_size"])
+        self.corpus = build_pairs(self._source(), cache, self.model_values["vocab_size"], self._tokenizer_of_start())
+
+    def _tokenizer_of_start(self) -> Any | None:
+        """That of the model to start from, whose tokens its embeddings are; None if one is to be learned."""
+        from abc_attn.data.pairs import read_tokenizer_file
+        from abc_attn.models.saved import damaged
+
+        if (start := self.start()) is None:
+            return None
+        with damaged(f"{start} has no tokenizer that can be loaded"):
+            return read_tokenizer_file(start / "tokenizer.json")
 
     def _source(self) -> ParallelSource:
         """Where the text is; its files exist."""

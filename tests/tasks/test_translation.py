@@ -173,6 +173,28 @@ def test_from_a_trained_softmax(recipe):
         train(recipe("other", init_from="base", d_model=32))
 
 
+def test_a_translator_keeps_its_tokens_on_other_text(recipe, tmp_path):
+    train(recipe("base"))
+    other = tmp_path / "other pairs"
+    shutil.copytree("pairs", other)
+    for file in other.iterdir():
+        file.write_text(file.read_text().replace("e", "z"))
+    task = recipe("other", init_from="base", data_dir=str(other)).make_task()
+    task.open()
+    new = recipe("new", data_dir=str(other)).make_task()
+    new.open()
+    assert (tmp_path / "base" / "tokenizer.json").read_bytes() == (task.corpus.folder / "tokenizer.json").read_bytes()
+    assert task.tokenizer.get_vocab() != new.tokenizer.get_vocab()
+    words = "z3 z17"
+    assert task.tokenizer.decode(task.tokenizer(words).input_ids, skip_special_tokens=True).strip() == words
+    assert task.fingerprint != new.fingerprint
+    saved = json.loads((tmp_path / "base" / "tokenizer.json").read_text())
+    saved["added_tokens"], saved["model"]["vocab"]["<sap>"] = [], saved["model"]["vocab"].pop("<sep>")
+    (tmp_path / "base" / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="not the tokenizer of a translator of abc-attn: <sep> missing"):
+        recipe("third", init_from="base").make_task().open()
+
+
 def test_the_bias_of_the_output_may_be_how_frequent_tokens_are(recipe, tmp_path):
     task = recipe().make_task()
     task.open()
