@@ -114,14 +114,19 @@ def _translator(arguments: argparse.Namespace, *, cut: bool = False) -> tuple[Tr
             raise CommandError(
                 f"{folder} holds a {type(model).__name__}; a translator (...ForConditionalGeneration) is needed"
             )
+        translator = Translator(model, tokenizer, **_search(arguments), cut=cut)
+        if arguments.longest is not None and translator.most is not None and arguments.longest > translator.most:
+            raise CommandError(
+                f"--longest {arguments.longest}: {folder} has positions for {translator.most} tokens, no more"
+            )
         if not arguments.documents:
-            return Translator(model, tokenizer, **_search(arguments), cut=cut), 0
+            return translator, 0
         context = getattr(model.config, "context_sentences", 0)
         if not context or tokenizer.sep_token_id is None:
             raise CommandError(
                 f"--documents: {folder} was trained on single sentences (context_sentences in config.json)"
             )
-        return Translator(model, tokenizer, **_search(arguments), cut=cut), context
+        return translator, context
 
 
 def _search(arguments: argparse.Namespace) -> dict[str, Any]:

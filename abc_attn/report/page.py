@@ -70,6 +70,12 @@ def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) ->
         sentences += [sentence.format(value) for value in found]
     if parameters := sorted({run["parameters"] for run in runs if "parameters" in run}):
         sentences.append(f"The models have {' to '.join(f'{n:,}' for n in _ends(parameters))} parameters.")
+    if minutes := sorted(
+        round(run["training"]["seconds"] / 60) for run in runs if "seconds" in run.get("training", ())
+    ):
+        threads = sorted({run["machine"]["threads"] for run in runs if "threads" in run.get("machine", {})})
+        with_threads = f" with {' or '.join(map(str, threads))} thread{'s' * (threads != [1])}" if threads else ""
+        sentences.append(f"Training took {' to '.join(map(str, _ends(minutes)))} minutes a run{with_threads}.")
     for name, signature in dict.fromkeys(item for run in runs for item in run.get("signatures", {}).items()):
         sentences.append(f"{name}: `{signature}`.")
     if {run["row"] for run in runs} - table.paper.keys() and table.paper:

@@ -207,6 +207,7 @@ def test_scores(place, capsys):
     [
         (["translate", "{}/nothing"], "no saved model at"),
         (["translate", "{}/sentence", "--documents"], "was trained on single sentences"),
+        (["translate", "{}/sentence", "--longest", "97"], "has positions for 96 tokens, no more"),
         (["evaluate", "{}/sentence", "--task", "translation", "--source", "x"], "--reference is needed"),
         (
             ["evaluate", "{}/sentence", "--task", "translation", "--source", "{}/pairs/test.en", "--reference",
