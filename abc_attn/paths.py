@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ JSON_FILES = (
     "pytorch_model.bin.index.json",
 )
 
+_SHOWN = 5  # line numbers in a message
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -196,3 +197,9 @@ def text_lines(file: Path, *, keep_ends: bool = False) -> Iterator[str]:
             ) from None
         except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{file} is not a whole {file.suffix} file: {error}") from None
+
+
+def shown_lines(numbers: Sequence[int]) -> str:
+    """The first few of them, for a message: lines 12, 25, ..."""
+    shown = ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
+    return f"line{'s' * (len(numbers) > 1)} {shown}"

@@ -41,7 +41,7 @@ def _train_grid(recipe: Path, overrides: dict[str, Any], grid: dict[str, Any]) -
     with explained("train"):
         from abc_attn.training.grid import MEASURE, check_grid, points, search
 
-        check_grid("--grid", grid)
+        check_grid("--grid (changes to the recipe go before it)", grid)
         runs = points(recipe, overrides, grid)
         for run in runs:
             run.make_task().check()

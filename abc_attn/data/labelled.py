@@ -1,12 +1,14 @@
 """Labelled texts, one or two with each label: TSV, CSV or JSON lines, or a GLUE task by name.
 
-Rows that cannot be used are errors that name the file and the line; nothing is dropped silently.
+Rows that cannot be used are errors that name the file and the line. GLUE's own files have a few (QQP): those are left
+out, and said.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +19,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from abc_attn.data.text import PACKED, json_object
-from abc_attn.paths import text_lines
+from abc_attn.paths import shown_lines, text_lines
 
 KINDS = (".tsv", ".csv", ".jsonl")
 MOST_LABELS = 1000  # more are a sign that the column is not one of labels
@@ -71,13 +73,13 @@ GLUE = {
 class LabelledSource:
     """Where labelled texts come from: files, or a GLUE task of the `datasets` library.
 
-    files: the training file and the one that is scored. columns: the names of the texts' columns and of the label's;
-    each a choice, of which a file has one. labels: in order; None: those of the training file.
+    files: the training file, and the one that is scored if there is one. columns: the names of the texts' columns and
+    of the label's; each a choice, of which a file has one. labels: in order; None: those of the training file.
     """
 
     columns: tuple[tuple[str, ...], ...]
     labels: tuple[str, ...] | None = None
-    files: tuple[Path, Path] | None = None
+    files: tuple[Path, ...] | None = None
     dataset: tuple[str, str] | None = None  # name, configuration
     header: tuple[str, ...] = ()  # of TSV files whose first line does not name the columns
 
@@ -104,14 +106,26 @@ class LabelledSource:
         """The examples to train on, those to score, and the labels in order."""
         if self.dataset is not None:
             name, task = self.dataset
-            return (*(_from_dataset(name, task, self.columns, part) for part in ("train", "scored")), GLUE[task].labels)  # type: ignore[return-value]
+            parts = [_from_dataset(name, task, self.columns, split) for split in ("train", GLUE[task].dataset_split)]
+            return parts[0], parts[1], GLUE[task].labels
         assert self.files is not None
-        train = read_labelled(self.files[0], self.columns, header=self.header)
-        labels = self.labels or _labels(self.files[0], train)
-        scored = read_labelled(self.files[1], self.columns, header=self.header)
-        for path, examples in zip(self.files, (train, scored), strict=True):
+        parts = [self._read_file(path) for path in self.files]
+        labels = self.labels or _labels(self.files[0], parts[0])
+        for path, examples in zip(self.files, parts, strict=True):
             check_labels(path, examples, labels)
-        return train, scored, labels
+        return parts[0], parts[1] if len(parts) == 2 else [], labels
+
+    def _read_file(self, path: Path) -> list[Labelled]:
+        unusable: list[int] = []
+        found = read_labelled(path, self.columns, header=self.header, unusable=unusable if self.labels else None)
+        _say_unusable(path, unusable, len(found))
+        return found
+
+
+def _say_unusable(where: str | Path, rows: list[int], kept: int) -> None:
+    if rows:
+        what = f"{len(rows):,} of {len(rows) + kept:,} rows of {where} cannot be used and are left out"
+        print(f"abc-attn: {what}: {shown_lines(rows)}", file=sys.stderr, flush=True)
 
 
 def glue_source(task: str, folder: Path | None, dataset_name: str | None) -> LabelledSource:
@@ -159,25 +173,38 @@ def _ending(path: Path) -> str:
     return Path(name).suffix
 
 
-def read_labelled(path: Path, columns: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> list[Labelled]:
+def read_labelled(
+    path: Path, columns: Sequence[Sequence[str]], *, header: Sequence[str] = (), unusable: list[int] | None = None
+) -> list[Labelled]:
     """The examples of a file, in order. columns: of the first text, of the second if there is one, and of the label;
-    header: those of a TSV file whose first line may not name them."""
+    header: those of a TSV file whose first line may not name them; unusable: takes the lines of rows with too few or
+    too many cells, or an empty one, which are errors without it."""
     found = []
     chosen: list[str] = []
-    for line, row in _rows(path, header):
+    for line, row in _rows(path, header, unusable):
         if not chosen:
             chosen = [_column(path, row, names) for names in columns]
-        cells = [row.get(name) for name in chosen]
-        for name, cell in zip(chosen, cells, strict=True):
-            if not isinstance(cell, str):
-                raise ValueError(f"{path}, line {line} has no text in {name!r}")
-            if not cell.strip():
-                raise ValueError(f"{path}, line {line}: {name!r} is empty")
-        texts = [str(cell).strip() for cell in cells]
-        found.append(Labelled(texts[0], texts[1] if len(texts) == 3 else None, texts[-1], line))
+        try:
+            found.append(_labelled([_text(name, row.get(name)) for name in chosen], line))
+        except ValueError as error:
+            if unusable is None:
+                raise ValueError(f"{path}, line {line}{error}") from None
+            unusable.append(line)
     if not found:
         raise ValueError(f"{path} has no labelled texts")
     return found
+
+
+def _text(name: str, cell: Any) -> str:
+    if not isinstance(cell, str):
+        raise ValueError(f" has no text in {name!r}")
+    if not cell.strip():
+        raise ValueError(f": {name!r} is empty")
+    return cell.strip()
+
+
+def _labelled(cells: list[str], line: int) -> Labelled:
+    return Labelled(cells[0], cells[1] if len(cells) == 3 else None, cells[-1], line)
 
 
 def _column(path: Path, row: dict[str, Any], names: Sequence[str]) -> str:
@@ -188,7 +215,7 @@ def _column(path: Path, row: dict[str, Any], names: Sequence[str]) -> str:
     return there
 
 
-def _rows(path: Path, known: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, known: Sequence[str], unusable: list[int] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Lines and what stands in them, by column."""
     kind = kind_of(path)
     if kind == ".jsonl":
@@ -201,9 +228,12 @@ def _rows(path: Path, known: Sequence[str]) -> Iterator[tuple[int, dict[str, Any
     if len({*header}) != len(header):
         raise ValueError(f"{path}, line 1 must name the columns, each once; it has {', '.join(header):.200}")
     for line, cells in rows:
-        if len(cells) != len(header):
+        if len(cells) == len(header):
+            yield line, dict(zip(header, cells, strict=True))
+        elif unusable is not None:
+            unusable.append(line)
+        else:
             raise ValueError(f"{path}, line {line} has {len(cells)} columns, and the first line {len(header)}")
-        yield line, dict(zip(header, cells, strict=True))
 
 
 def _tsv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -256,16 +286,24 @@ def check_labels(path: Path, examples: Sequence[Labelled], labels: Sequence[str]
             raise ValueError(f"{path}, line {example.line}: label {example.label!r:.60} is not one of {shown}")
 
 
-def _from_dataset(name: str, task: str, columns: Sequence[Sequence[str]], part: str) -> list[Labelled]:
+def _from_dataset(name: str, task: str, columns: Sequence[Sequence[str]], split: str) -> list[Labelled]:
     from datasets import load_dataset
 
-    split = "train" if part == "train" else GLUE[task].dataset_split
-    rows = load_dataset(name, task, split=split)
+    rows, labels = load_dataset(name, task, split=split), GLUE[task].labels
     chosen = [_column(Path(name), dict.fromkeys(rows.column_names), names) for names in columns]
-    found = []
-    for line, row in enumerate(rows, 1):
+    found, unusable = [], []
+    for number, row in enumerate(rows, 1):
         *texts, label = (row[column] for column in chosen)
-        found.append(Labelled(texts[0], texts[1] if len(texts) == 2 else None, GLUE[task].labels[label], line))
+        if type(label) is not int or not 0 <= label < len(labels):
+            raise ValueError(f"{name}, {split}, row {number}: label {label!r:.60} is not from 0 to {len(labels) - 1}")
+        try:
+            cells = [_text(column, cell) for column, cell in zip(chosen, texts, strict=False)]
+            found.append(_labelled([*cells, labels[label]], number))
+        except ValueError:
+            unusable.append(number)
+    _say_unusable(f"{name}, {split}", unusable, len(found))
+    if not found:
+        raise ValueError(f"{name}, {split} has no labelled texts")
     return found
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from abc_attn.data.parallel import Pair, ParallelSource
 from abc_attn.data.text import SPLITS, byte_level_bpe, log_frequencies
 from abc_attn.files import check_checksums, whole_folder, write_checksums
+from abc_attn.paths import shown_lines
 
 PAD, END, SEPARATOR = "<pad>", "</s>", "<sep>"
 SPECIAL = (PAD, END, SEPARATOR)
@@ -35,7 +36,6 @@ SIDES = ("source", "target")
 _FORMAT = 2
 _PAIRS_AT_A_TIME = 10_000
 _CHECKSUMS = "corpus.sha256"
-_SHOWN = 5  # line numbers in a message
 
 
 class Tokens(NamedTuple):
@@ -131,11 +131,10 @@ class PairCorpus:
         said = []
         for bad, what in ((empty, "with an empty side"), (long, f"with more than {longest} tokens on a side")):
             if count := int(bad.sum()):
-                lines = list(dict.fromkeys(self.lines[split][bad].tolist()))
-                shown = ", ".join(map(str, lines[:_SHOWN])) + (", ..." if len(lines) > _SHOWN else "")
+                shown = shown_lines(list(dict.fromkeys(self.lines[split][bad].tolist())))
                 said.append(
                     f"{count:,} of {len(bad):,} {'windows' if context else 'pairs'} of the {split} text {what} are "
-                    f"left out: line{'s' * (len(lines) > 1)} {shown}"
+                    f"left out: {shown}"
                 )
         kept = examples.select(np.flatnonzero(~(empty | long)))
         if not len(kept):

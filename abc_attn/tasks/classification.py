@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class Settings(base.Settings):
     """The names are those of transformers' run_classification.py where it has one."""
 
-    train_file: str | None = setting(
-        None, "labelled texts: .tsv, .csv or .jsonl; with test_file", source=True, place=True
-    )
+    train_file: str | None = setting(None, "labelled texts: .tsv, .csv or .jsonl", source=True, place=True)
     test_file: str | None = setting(None, "the same; scored at the end, and never before", source=True, place=True)
     glue: str | None = setting(None, "a task of GLUE instead, such as sst2; with data_dir or dataset_name")
     data_dir: str | None = setting(
@@ -76,6 +74,8 @@ class Classification(EncoderTask):
         for name in names:
             if name not in {f"test/{measure}" for measure in MEASURES}:
                 raise ValueError(f"no score {name!r}: it is test, a slash, and one of {', '.join(MEASURES)}")
+        if names and self.settings.glue is None and self.settings.test_file is None:
+            raise ValueError(f"score {names[0]!r} needs test_file")
 
     def _source_of_texts(self) -> LabelledSource:
         """Where the labelled texts are; files exist."""
@@ -88,12 +88,12 @@ class Classification(EncoderTask):
                 raise ValueError("glue needs data_dir or dataset_name, one of them, and no files")
             folder = None if settings.data_dir is None else Path(settings.data_dir).expanduser()
             source = glue_source(settings.glue, folder, settings.dataset_name)
-        elif not all(files) or settings.data_dir is not None or settings.dataset_name is not None:
-            raise ValueError("a recipe needs train_file and test_file; or glue with data_dir or dataset_name")
+        elif settings.train_file is None or settings.data_dir is not None or settings.dataset_name is not None:
+            raise ValueError("a recipe needs train_file; or glue with data_dir or dataset_name")
         else:
             names = [settings.text_column, settings.text_pair_column, settings.label_column]
-            train, test = (Path(str(file)).expanduser() for file in files)
-            source = LabelledSource(tuple((name,) for name in names if name is not None), files=(train, test))
+            paths = tuple(Path(file).expanduser() for file in files if file is not None)
+            source = LabelledSource(tuple((name,) for name in names if name is not None), files=paths)
         source.check()
         return source
 

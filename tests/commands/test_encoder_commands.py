@@ -106,4 +106,5 @@ def test_train_a_grid(place, tmp_path, monkeypatch, capsys):
     assert out[2].startswith("best accuracy on held-out text: out/learning_rate=")
     assert main(["train", "mine.yaml", "--grid", "learning_rate=[1e-4,1e-3]"]) == 0  # finished: nothing to do
     capsys.readouterr()
-    refused_in_one_line(["train", "mine.yaml", "--grid", "learning_rate=3"], "must be a list of values", capsys)
+    said = "--grid (changes to the recipe go before it): max_steps must be a list of values"
+    refused_in_one_line(["train", "mine.yaml", "--grid", "learning_rate=[1e-4]", "max_steps=3"], said, capsys)

@@ -127,6 +127,38 @@ def test_glue_by_name(tmp_path):
         glue_source("qqp", tmp_path / "odd", None)
 
 
+def test_rows_of_glue_that_cannot_be_used_are_left_out_and_said(tmp_path, capsys):
+    """The official QQP has a few."""
+    (tmp_path / "QQP").mkdir()
+    good, bad = ["1\ta\tb\t0", "2\tc\td\t1"], ["3\te", "4\t\tf\t1"]
+    for name, rows in (("train", [good[0], *bad, good[1]]), ("dev", good)):
+        text = "\n".join(["id\tquestion1\tquestion2\tis_duplicate", *rows]) + "\n"
+        (tmp_path / "QQP" / f"{name}.tsv").write_text(text)
+    train, scored, _ = glue_source("qqp", tmp_path, None).read()
+    assert [(each.text, each.pair, each.label) for each in train] == [("a", "b", "0"), ("c", "d", "1")]
+    assert [each.line for each in train] == [2, 5]
+    assert len(scored) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "2 of 4 rows of" in said
+    assert said.endswith("train.tsv cannot be used and are left out: lines 3, 4")
+    with pytest.raises(ValueError, match=r"line 3 has 2 columns, and the first line 4"):
+        read_labelled(tmp_path / "QQP" / "train.tsv", (("question1",), ("question2",), ("is_duplicate",)))
+
+
+def test_glue_by_the_datasets_library(monkeypatch, capsys):
+    import datasets
+
+    rows = [{"sentence": text, "label": label} for text, label in (("a", 1), ("b", 0), (" ", 1))]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: datasets.Dataset.from_list(rows))
+    train, scored, labels = glue_source("sst2", None, "mine").read()
+    assert [(each.text, each.label, each.line) for each in train] == [("a", "1", 1), ("b", "0", 2)]
+    assert (scored, labels) == (train, ("0", "1"))
+    assert "1 of 3 rows of mine, train cannot be used and are left out: line 3" in capsys.readouterr().err
+    rows[1]["label"] = -1  # as in the test text, whose labels are not public
+    with pytest.raises(ValueError, match="mine, train, row 2: label -1 is not from 0 to 1"):
+        glue_source("sst2", None, "mine").read()
+
+
 def test_held_out_text_is_always_the_same(tmp_path):
     examples = read_labelled(write(tmp_path / "a.tsv", [(f"t{n}", str(n % 2)) for n in range(50)]), COLUMNS)
     kept, held = split_off(examples, 0.1)

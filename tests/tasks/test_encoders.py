@@ -331,6 +331,14 @@ def test_a_control_must_be_named(place, tmp_path, monkeypatch):
         prepare(load_recipe(tmp_path / "plain.yaml", {"output_dir": str(tmp_path / "run")}))
 
 
+def test_one_file_is_enough_to_train(recipe):
+    task = opened(recipe("labelled", train_file="train.tsv", test_file=None))
+    assert len(task._train) + len(task._held_out) == 80
+    assert task.scores(None, []) == {}
+    with pytest.raises(ValueError, match="score 'test/accuracy' needs test_file"):
+        task.check_scores(["test/accuracy"])
+
+
 def test_measures():
     right, predicted = [1, 1, 0, 0, 1], [1, 0, 0, 0, 1]
     assert measure("accuracy", predicted, right, 2) == 0.8
