@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 
 from abc_attn.files import write_whole
 from abc_attn.recipes import SCALES
+from abc_attn.recipes.reading import read_recipe
 from abc_attn.recipes.table import DOWNSTREAM_GRID, ColumnGroup, History, Table
 from abc_attn.report.plots import draw, draw_history
 from abc_attn.report.runs import figures, history, read_runs, tokens_until
@@ -91,16 +94,32 @@ def introduction(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) ->
 
 
 def command(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """What makes these runs; where rows differ in their seeds, all of them."""
+    """What makes these runs; where rows differ in their seeds, all of them. Values that all runs have and their recipes
+    do not say, were given by --set."""
     parts = [f"abc-attn reproduce {table.name}"]
     seeds = sorted({run["seed"] for run in runs})
     if scale != SCALES[0]:
         parts.append(f"--scale {scale}")
     if seeds != [0]:
         parts.append(f"--seeds {' '.join(map(str, seeds))}")
-    if scale in table.data:
-        parts.append(f"--set {table.data[scale]}")
+    changes = [table.data[scale]] if scale in table.data else []
+    changes += [shlex.quote(f"{key}={value}") for key, value in _given_to_all(table, scale, runs).items()]
+    if changes:
+        parts.append(f"--set {' '.join(changes)}")
     return " ".join(parts)
+
+
+def _given_to_all(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The values that every run has, and no recipe of theirs; as JSON, which YAML can read."""
+    rows = table.rows(scale) if table.folder is not None and (table.folder / scale).is_dir() else {}
+    if not runs or any(run["row"] not in rows for run in runs):
+        return {}
+    found = []
+    for run in runs:
+        recipe = read_recipe(rows[run["row"]].path) | rows[run["row"]].values
+        changed = {key: value for key, value in run["values"].items() if recipe.get(key) != value}
+        found.append({key: json.dumps(value) for key, value in changed.items() if key not in ("seed", "init_from")})
+    return {key: value for key, value in found[0].items() if all(other.get(key) == value for other in found)}
 
 
 def _ends(ordered: Sequence[int]) -> list[int]:

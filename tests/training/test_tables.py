@@ -9,8 +9,10 @@ import yaml
 from tiny_text import TINY, fill
 
 from abc_attn import recipes
+from abc_attn.recipes.reading import read_recipe
 from abc_attn.recipes.table import Table
 from abc_attn.report import write_report
+from abc_attn.report.page import command
 from abc_attn.report.runs import add_run, read_runs
 from abc_attn.training import tables
 
@@ -111,6 +113,18 @@ def test_a_row_that_is_another_tables_takes_its_result(folder, monkeypatch):
     rewrite(folder / "yours" / "table.yaml", columns={"test/256": "test", "test/0": "test, 0"})  # not taken there
     (folder / "results" / "yours" / "runs.jsonl").unlink()
     assert [p.shared for p in tables.plan("yours", "small", **options)] == [None]
+
+
+def test_a_page_names_the_values_that_were_given(folder):
+    table, given = Table.open("mine", Path(".")), {"learning_rate": 0.5, "control_options": {"gate": True}}
+    runs = []
+    for row, more in (("base", {}), ("middle", {"max_steps": 3, "init_from": "base-seed1"})):
+        values = read_recipe(table.rows("small")[row].path) | given | more
+        runs.append({"row": row, "seed": 1, "values": values | {"seed": 1}})
+    said = "abc-attn reproduce mine --seeds 1 --set learning_rate=0.5 'control_options={\"gate\": true}'"
+    assert command(table, "small", runs) == said
+    assert command(table, "small", runs[1:]) == f"{said} max_steps=3"
+    assert command(table, "small", [*runs, {"row": "gone", "seed": 1, "values": {}}]) == said.partition(" --set")[0]
 
 
 def test_a_row_starts_from_a_trained_one(folder):
