@@ -15,13 +15,15 @@ import yaml
 
 from abc_attn.evaluation.translating import Translator
 from abc_attn.models.saved import load_model, load_tokenizer
+from abc_attn.paths import text_lines
 from abc_attn.training import load_recipe, train
 
 RECIPE = {
     "task": "translation", "source_lang": "source", "target_lang": "target", "vocab_size": 300,
     "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 128, "max_length": 128, "dropout": 0.0,
-    # The paper's setting: memories of fixed size for what is read and for what is written, an exact encoder.
+    # As in the paper, memories of fixed size for what is read and for what is written, and an exact encoder; the
+    # controls are the best of those tried here.
     "control": {"cross": "placed", "self": "slots"}, "slots": {"cross": 16, "self": 8}, "where": ["self", "cross"],
     "max_tokens": 1024, "learning_rate": 3e-3, "warmup_steps": 10, "logging_steps": 10, "save_steps": 10,
     "average_checkpoints": 2, "use_cpu": True,
@@ -45,8 +47,10 @@ def split(pairs: list[tuple[str, str]], folder: Path) -> None:
 
 def main(source: str | None = None, target: str | None = None, folder: str | None = None, steps: int = 100) -> float:
     pairs = toy()
-    if source is not None and target is not None:
-        texts = [Path(file).read_text(encoding="utf-8").splitlines() for file in (source, target)]
+    if source is not None:
+        if target is None:
+            sys.exit(f"two files are needed, line by line translations of each other; {source} is one")
+        texts = [list(text_lines(Path(file))) for file in (source, target)]
         if len(texts[0]) != len(texts[1]):
             counts = f"{source} has {len(texts[0]):,} lines, {target} {len(texts[1]):,}"
             sys.exit(f"{counts}: each line must be the translation of the other's")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -139,13 +140,26 @@ def test_a_line_that_is_too_long_is_cut_to_be_scored(place, tmp_path, capsys):
     assert "longer than the 96 tokens that this model reads, which are cut: 16\n" in shown.err
 
 
-@pytest.mark.parametrize("options", [[], ["--documents"]])
-def test_a_thousand_lines_in_any_company(place, translated, options):
-    """Long enough that there are many batches; the lines repeat, so that each is in several."""
-    lines = [source for source, _ in sentences(40)]
-    text = [*lines, ""] * (1000 // len(lines) if not options else 3)
-    made = translated("\n".join(text) + "\n", "document", *options, "--beams", "1", "--longest", "3")[1]
-    assert made == made[: len(lines) + 1] * (len(text) // (len(lines) + 1))
+@pytest.mark.parametrize("context", ["sentences", "documents"])
+def test_a_thousand_lines_in_any_company(translated, context):
+    """Backwards, each line is in a batch with others, of other lengths; documents are of 1 to 9 lines."""
+    lines = [source for source, _ in sentences(1000)]
+    options, parts = ["--beams", "2"], [[line] for line in lines]
+    if context == "documents":
+        chance, parts = random.Random(0), []
+        while len(parts) < 40:
+            parts.append([lines.pop() for _ in range(chance.randint(1, 9))])
+        options.append("--documents")
+    end = [""] if context == "documents" else []
+
+    def made(given):
+        text = [line for part in given for line in [*part, *end]]
+        found = iter(translated("\n".join(text) + "\n", "document", *options)[1])
+        return [[next(found) for _ in [*part, *end]] for part in given]
+
+    straight = made(parts)
+    assert len({line for part in straight for line in part}) > 10
+    assert straight == made(parts[::-1])[::-1]
 
 
 def test_an_answer_comes_before_the_next_line_and_an_interruption_leaves_whole_lines(place):

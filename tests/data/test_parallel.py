@@ -53,6 +53,12 @@ def test_two_files_a_split(folder, pack):
 
 def test_documents_are_windows(folder):
     corpus = build(folder, "documents")
+    packed = folder / "packed"
+    packed.mkdir()
+    for file in (folder / "documents").iterdir():
+        with lzma.open(packed / f"{file.name}.xz", "wb") as out:
+            out.write(file.read_bytes())
+    assert [*map(list, build(folder, "packed").sides["train"][1])] == [*map(list, corpus.sides["train"][1])]
     plain = build(folder)
     assert [*map(list, corpus.sides["train"][0])] == [*map(list, plain.sides["train"][0])]
     windows = corpus.examples("train", 3)
