@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from abc_attn.core import Mean, Write, transformed
+from abc_attn.core import Mean, Write, has_values, transformed
 
 
 def empty_total(batch: int, heads: int, slots: int, like: Tensor) -> Tensor:
@@ -91,6 +91,8 @@ def _whole(
 ) -> tuple[Write, Tensor]:
     total = logsumexp(torch.cat([log_total[:, :, None], log_weights], dim=2))
     phi = (log_weights - total[:, :, None]).masked_fill(log_weights == -torch.inf, -torch.inf).exp()
+    if has_values(log_total) and bool((log_total == -torch.inf).all()):  # nothing was there before
+        return Write(phi.to(dtype)), total
     # What was there before decays once, as the first real token enters.
     once = (log_total - total).masked_fill(log_total == -torch.inf, 0)[:, :, None]
     if key_padding_mask is None:
