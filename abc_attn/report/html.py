@@ -56,7 +56,7 @@ def _table(folder: Path) -> Iterable[tuple[str, str, str]]:
         runs = [run for run in records if run["scale"] == scale]
         if runs:
             text = _paragraph(introduction(table, scale, runs))
-            text += "".join(_picture(folder / name, label) for name, (label, _) in pictures(table, scale).items())
+            text += "".join(_picture(folder / name, label) for name, (label, _) in pictures(table, scale, runs).items())
             for section in sections(table, runs):
                 text += f"<h3>{escape(section.title)}</h3>" + _paragraph(section.text)
                 text += _grid(section.head, section.rows)

@@ -13,8 +13,8 @@ from abc_attn.files import write_whole
 from abc_attn.recipes import SCALES
 from abc_attn.recipes.reading import read_recipe
 from abc_attn.recipes.table import DOWNSTREAM_GRID, ColumnGroup, History, Table
-from abc_attn.report.plots import draw, draw_history
-from abc_attn.report.runs import figures, history, read_runs, tokens_until
+from abc_attn.report.plots import draw, draw_history, histories
+from abc_attn.report.runs import figures, read_runs, tokens_until
 
 
 class Section(NamedTuple):
@@ -30,18 +30,18 @@ def write_page(table: Table, scale: str, results: Path) -> Path:
     """Write results/<table>/<scale>.md and its plots beside it, <scale>.png; returns the path of the page."""
     runs = [run for run in read_runs(results / table.name) if run["scale"] == scale]
     page = results / table.name / f"{scale}.md"
-    for name, (_, drawn) in pictures(table, scale).items():
+    for name, (_, drawn) in pictures(table, scale, runs).items():
         drawn(table, by_row(table, runs), page.with_name(name))
     write_whole(page, markdown(table, scale, runs))
     return page
 
 
-def pictures(table: Table, scale: str) -> dict[str, tuple[str, Callable[..., None]]]:
+def pictures(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, Callable[..., None]]]:
     """The files of a table's plots: what each shows, and what draws it."""
     found: dict[str, tuple[str, Callable[..., None]]] = {}
     if table.plot:
         found[f"{scale}.png"] = table.plot["label"], draw
-    if table.history is not None:
+    if table.history is not None and histories(table, by_row(table, runs)):
         found[f"{scale}-history.png"] = table.history.label, draw_history
     return found
 
@@ -49,7 +49,7 @@ def pictures(table: Table, scale: str) -> dict[str, tuple[str, Callable[..., Non
 def markdown(table: Table, scale: str, runs: Sequence[Mapping[str, Any]]) -> str:
     """The page as Markdown."""
     blocks = [f"# {title(table, scale)}", introduction(table, scale, runs)]
-    blocks += [f"![{label}]({name})" for name, (label, _) in pictures(table, scale).items()]
+    blocks += [f"![{label}]({name})" for name, (label, _) in pictures(table, scale, runs).items()]
     for section in sections(table, runs):
         lines = [section.head, ["---"] * len(section.head), *section.rows]
         blocks += [f"## {section.title}", section.text]
@@ -136,8 +136,8 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
         ]
         found.append(Section("The paper's figures", "", ["row", *table.columns.values()], theirs))
     found += [_ours(table, group, rows) for group in table.more]
-    if table.history is not None:
-        found.append(_history(table, table.history, rows))
+    if table.history is not None and (scored := histories(table, rows)):
+        found.append(_history(table, table.history, scored))
     if any("downstream" in run for run in runs):
         found.append(_chosen(table, rows))
     return found
@@ -169,15 +169,12 @@ def _ours(table: Table, group: ColumnGroup, rows: Mapping[str, Sequence[Mapping[
     return Section(group.title, group.reading, ["row", "control", "slots", "seeds", *group.columns.values()], lines)
 
 
-def _history(table: Table, shown: History, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
+def _history(table: Table, shown: History, scored: Mapping[str, Mapping[int, float]]) -> Section:
     """The score before and after training, and the tokens until a row is as good as another at its end, or nearly."""
-    curves = {row: history(rows[row], shown.score) for row in shown.rows if row in rows}
     lines = []
-    for row, curve in curves.items():
-        if len(curve) < 2:
-            continue
+    for row, curve in scored.items():
         values = list(curve.values())
-        goal = [*curves[shown.row].values()][-1] + shown.within if curves.get(shown.row) else None
+        goal = [*scored[shown.row].values()][-1] + shown.within if shown.row in scored else None
         until = None if goal is None else tokens_until(curve, goal)
         ends = [f"{value:,.{table.decimals}f}" for value in (values[0], values[-1])]
         lines.append([row, *ends, "-" if until is None else f"{until / 1e6:.2f}M"])

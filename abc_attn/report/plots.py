@@ -49,6 +49,15 @@ def draw(table: Table, rows: Rows, path: Path) -> None:
     _save(figure, path)
 
 
+def histories(table: Table, rows: Rows) -> dict[str, dict[int, float]]:
+    """The score over training, by tokens, of each row of a table's history that was scored more than once."""
+    shown = table.history
+    if shown is None:
+        return {}
+    found = {row: history(rows[row], shown.score) for row in shown.rows if row in rows}
+    return {row: curve for row, curve in found.items() if len(curve) > 1}
+
+
 def draw_history(table: Table, rows: Rows, path: Path) -> None:
     """Write a plot of a score over the tokens that each row was trained on."""
     from matplotlib.figure import Figure
@@ -56,13 +65,11 @@ def draw_history(table: Table, rows: Rows, path: Path) -> None:
     assert table.history is not None
     figure = Figure(layout="constrained", figsize=(6, 4))
     axes = figure.subplots()
-    for row in table.history.rows:
-        if len(curve := history(rows.get(row, []), table.history.score)) > 1:
-            axes.plot([tokens / 1e6 for tokens in curve], list(curve.values()), marker=".", label=row)
+    for row, curve in histories(table, rows).items():
+        axes.plot([tokens / 1e6 for tokens in curve], list(curve.values()), marker=".", label=row)
     axes.set(xlabel="million tokens", ylabel=table.history.label, title=table.title)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.lines:
-        axes.legend()
+    axes.legend()
     _save(figure, path)
 
 

@@ -103,6 +103,10 @@ def test_scores_over_the_tokens_of_training(tmp_path):
     assert table.history.rows[:2] == ["base", "linformer-64"]
     assert {path.name for path in page.parent.glob("*.png")} == {"small.png", "small-history.png"}
     assert "![loss of masked tokens, validation](small-history.png)" in page.read_text(encoding="utf-8")
+    add_run(tmp_path / "few" / "table3", records[-1])
+    page = write_page(table, "small", tmp_path / "few")  # nothing to draw, and no table without lines
+    assert {path.name for path in page.parent.glob("*.png")} == {"small.png"}
+    assert "During pretraining" not in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_pages_are_those_of_the_results(table):
         page = RESULTS / table / f"{scale}.md"
         runs = [run for run in read_runs(RESULTS / table) if run["scale"] == scale]
         shown = Table.open(table)
-        assert {path.name for path in page.parent.glob(f"{scale}*.png")} == pictures(shown, scale).keys()
+        assert {path.name for path in page.parent.glob(f"{scale}*.png")} == pictures(shown, scale, runs).keys()
         assert page.read_text(encoding="utf-8") == markdown(shown, scale, runs)
 
 
