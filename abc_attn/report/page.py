@@ -138,7 +138,7 @@ def sections(table: Table, runs: Sequence[Mapping[str, Any]]) -> list[Section]:
     found += [_ours(table, group, rows) for group in table.more]
     if table.history is not None and (scored := histories(table, rows)):
         found.append(_history(table, table.history, scored))
-    if any("downstream" in run for run in runs):
+    if any(len(task["points"]) > 1 for run in runs for task in run.get("downstream", {}).values()):
         found.append(_chosen(table, rows))
     return found
 
