@@ -186,8 +186,7 @@ class MaskedBlocks(Dataset[dict[str, Tensor]]):
 
     def block(self, start: int, seeds: Sequence[int]) -> dict[str, Tensor]:
         """The block of the text from `start` on, with masks drawn from `seeds`: at least one."""
-        middle = self.tokens[start : start + self.inside].astype(np.int64)
-        ids = torch.from_numpy(np.concatenate([[self.ends[0]], middle, [self.ends[1]]]))
+        ids = _framed(self.tokens[start : start + self.inside], self.ends)
         special = torch.from_numpy(np.isin(ids.numpy(), self.special))
         if bool(special.all()):  # a stretch of unknown words: its first is as good as any
             special[1] = False
@@ -218,6 +217,17 @@ class FixedBlocks(MaskedBlocks):
             raise IndexError(index)
         place = int(self._chosen[index])
         return self.block(place * self.inside, [self.seed, place])
+
+
+def plain_blocks(tokens: np.ndarray, length: int, count: int, tokenizer: Any) -> Tensor:
+    """Blocks of `length` tokens without masks, spread over the text: `b t`."""
+    inside, ends = length - 2, (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    starts = np.linspace(0, len(tokens) - inside, count).astype(np.int64)
+    return torch.stack([_framed(tokens[start : start + inside], ends) for start in starts])
+
+
+def _framed(middle: np.ndarray, ends: tuple[int, int]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[ends[0]], middle.astype(np.int64), [ends[1]]]))
 
 
 def _digest(path: Path) -> str:

@@ -13,6 +13,7 @@ from abc_attn.tasks.base import Figures, TrainingSet, setting
 from abc_attn.tasks.encoder import EncoderTask
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from abc_attn.data.blocks import EncodedText, FixedBlocks
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 MEASURES = ("loss", "accuracy")
 ALL, HEAD, CONTROL = "all", "head", "control"
 MASKED, TRANSFER = "masked", "transfer"
+RANDOM, POSITIONS = "random", "positions"
+_TOKENS_OF_A_LENGTH = 8192  # that are read to learn positions
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Settings(base.Settings):
         MASKED,
         "masked: predict hidden tokens; transfer: each attention learns to give what init_from's exact one gives",
         choices=(MASKED, TRANSFER),
+    )
+    control_start: str = setting(
+        RANDOM,
+        "random: as controls start; positions: mlp's slots look for positions, which init_from's hidden states tell",
+        choices=(RANDOM, POSITIONS),
     )
     eval_blocks: int | None = setting(None, "scores are of so many blocks of the validation text", minimum=1)
 
@@ -79,6 +87,12 @@ class MaskedLM(EncoderTask):
             raise ValueError("objective=transfer needs init_from, a model with exact attention")
         if self.settings.objective == TRANSFER and self.settings.trainable == HEAD:
             raise ValueError("objective=transfer is about attention: trainable must be control, or all")
+        if self.settings.control_start == POSITIONS:
+            if self.settings.init_from is None:
+                raise ValueError("control_start=positions needs init_from, a model with exact attention")
+            control, options = self.model_values.get("control"), self.model_values.get("control_options") or {}
+            if str(control).partition(":")[0] != "mlp" or options.get("activation", "exp") != "exp":
+                raise ValueError(f"control_start=positions is for control mlp with activation exp, got {control!r}")
         self._files()
         super().check()
 
@@ -139,17 +153,36 @@ class MaskedLM(EncoderTask):
                 raise ValueError(f"trainable={self.settings.trainable}: there are no such weights in this model")
             for weight in model.parameters():
                 weight.requires_grad_(id(weight) in kept)
-        if self.settings.objective == TRANSFER:
-            from abc_attn.models.transfer import Transfer, exact_twin
-
-            assert start is not None
-            theirs = saved_model(start).get("control", "softmax")
-            if theirs != "softmax":
-                raise ValueError(
-                    f"objective=transfer needs init_from, a model with exact attention; {start} has control {theirs!r}"
-                )
-            Transfer(model, exact_twin(model, start))
+        if self.settings.control_start == POSITIONS or self.settings.objective == TRANSFER:
+            self._learn_from_exact(model, start)
         return model
+
+    def _learn_from_exact(self, model: Any, start: Path | None) -> None:
+        from abc_attn.models.starting import start_at_positions
+        from abc_attn.models.transfer import Transfer, exact_twin
+
+        assert start is not None
+        theirs = saved_model(start).get("control", "softmax")
+        if theirs != "softmax":
+            transfer = self.settings.objective == TRANSFER
+            key = f"objective={TRANSFER}" if transfer else f"control_start={POSITIONS}"
+            raise ValueError(f"{key} needs init_from, a model with exact attention; {start} has control {theirs!r}")
+        teacher = exact_twin(model, start)
+        if self.settings.control_start == POSITIONS:
+            start_at_positions(model, teacher, self._plain_batches())
+        if self.settings.objective == TRANSFER:
+            Transfer(model, teacher)
+
+    def _plain_batches(self) -> list[Tensor]:
+        """Training text without masks, in blocks of block_size tokens, half of that, ... 16."""
+        from abc_attn.data.blocks import plain_blocks
+
+        found, length = [], self.settings.block_size
+        while length >= min(16, self.settings.block_size):
+            count = max(1, _TOKENS_OF_A_LENGTH // length)
+            found += plain_blocks(self.text.tokens["train"], length, count, self.tokenizer).split(16)
+            length //= 2
+        return found
 
     def training_set(self, total: int, seed: int) -> TrainingSet:
         from transformers import default_data_collator
