@@ -1,6 +1,7 @@
 """Masked language models and classifiers: transformers' own RoBERTa with softmax, runs that resume, a grid that does
 not look at the text to be scored, and a table of models that are pretrained, then fine-tuned."""
 
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_encoder import labelled, lines, pack, save
+from tiny_encoder import labelled, lines, pack, roberta, save
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -23,7 +24,8 @@ from abc_attn.data.blocks import FixedBlocks, MaskedBlocks, build_text
 from abc_attn.data.labelled import without_shared
 from abc_attn.evaluation.classifying import measure
 from abc_attn.evaluation.masked import MaskedOnly
-from abc_attn.hf import packs
+from abc_attn.hf import convert, packs
+from abc_attn.models.starting import start_at_positions, wanted
 from abc_attn.tasks.classification import Classification
 from abc_attn.training import grid, load_recipe, prepare, tables, train
 from abc_attn.training.trainer import read_metrics
@@ -371,6 +373,66 @@ def test_masked_only_can_be_removed(recipe):
     only = MaskedOnly(model)
     only.remove()
     assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 320)
+
+
+@pytest.mark.parametrize("slots", [1, 6, 8])
+def test_slots_that_want_positions_hold_texts_of_every_length(slots):
+    """Every slot wants one token most, together they want all that fit, and none more than three times as often."""
+    for length in range(1, slots + 1):
+        preferred = wanted(slots, length)
+        best, token = preferred.max(dim=1)
+        assert bool((best > 0).all())
+        assert bool(((preferred == best[:, None]).sum(1) == 1).all())
+        held = token.bincount(minlength=length)
+        assert held.min() >= 1
+        assert held.max() <= 4 * held.min(), (length, held)
+    longer = wanted(slots, 2 * slots + 1)
+    assert torch.equal(longer.argmax(0)[slots:], torch.arange(slots, 2 * slots + 1) % slots)
+
+
+@pytest.mark.parametrize("tie_control", [True, False])
+@torch.no_grad()
+def test_slots_that_start_at_positions_hold_single_tokens(tie_control):
+    """Where hidden states tell nothing but positions, the paper's control then gives what exact attention gives."""
+    source = roberta("RobertaModel", hidden_size=32, num_hidden_layers=1, intermediate_size=64)
+    source.embeddings.word_embeddings.weight.mul_(0.01)
+    exact = convert(copy.deepcopy(source), "softmax").eval()
+    words = torch.randint(5, 300, (6, 16), generator=torch.Generator().manual_seed(0))
+    right = {length: exact(words[:, :length]).last_hidden_state for length in (4, 8)}  # all tokens held as often
+    model = convert(source, "mlp", 8, tie_control=tie_control).eval()
+
+    def error():
+        return max(
+            float((model(words[:, :length]).last_hidden_state - out).norm() / out.norm())
+            for length, out in right.items()
+        )
+
+    before = error()
+    start_at_positions(model, exact, [words[:, :length] for length in (16, 8, 4)])
+    assert before > 0.1
+    assert error() < 1e-3
+
+
+def test_a_start_at_positions_is_part_of_a_run(recipe, place, tmp_path):
+    """It resumes bit for bit, changes the control alone, and says what it cannot do before anything is read."""
+    still = {"learning_rate": 1e-12, "warmup_steps": 0, "max_steps": 1, "control_start": "positions"}
+    train(recipe(name="start", **still))
+    train(recipe(name="again", **still))
+    started, again = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "again"))
+    assert all(torch.equal(started[name], again[name]) for name in started)
+    before = load_file(place / "roberta" / "model.safetensors")
+    torch.testing.assert_close({name: started[name] for name in before}, before, rtol=0, atol=1e-9)
+    (control,) = (weight for name, weight in started.items() if name.startswith("controls."))
+    assert float(control.std()) > 3  # at random 1 / sqrt(16)
+    for wrong, said in (
+        ({"control": "window"}, "is for control mlp"),
+        ({"control_options": {"activation": "relu"}}, "is for control mlp"),
+        ({"init_from": None, "vocab_size": 300}, "needs init_from"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare(recipe(control_start="positions", **wrong))
+    with pytest.raises(ValueError, match=r"control_start=positions needs .* has control 'mlp'"):
+        prepare(recipe(name="more", control_start="positions", init_from=str(tmp_path / "start")))
 
 
 def test_attention_transfer_trains_controls_and_nothing_else(recipe, place, tmp_path):
