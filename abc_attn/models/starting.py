@@ -17,7 +17,7 @@ from abc_attn.controls.learned import MLP
 from abc_attn.hf.models import BoundedModel
 from abc_attn.progress import Progress
 
-SHARPNESS = 300.0  # of a slot for its own token, in logits, if x told positions exactly. At 1,000 gradients can explode (LOG.md)
+SHARPNESS = 300.0  # by so much the logit of its own token is the largest, if x told positions exactly; 1,000 explodes
 SECOND_CHOICE = 0.2  # ... and that of the token that a slot takes in a text that ends before its own, as a share of it
 RIDGE = 1e-3  # of the mean square of x
 
