@@ -26,16 +26,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "gain.svg"
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "benchmarks" / "README.md",
-    ROOT / "docs" / "efficiency.md",
-    ROOT / "docs" / "speed.md",
-    ROOT / "docs" / "forgetting.md",
-    ROOT / "docs" / "huggingface.md",
-    ROOT / "docs" / "language-modelling.md",
-    ROOT / "docs" / "translation.md",
-)
 BLOCK = re.compile(r"^<!-- generated: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 
 
@@ -56,7 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def texts() -> dict[Path, str]:
     """Every generated file except the picture, as it should be."""
-    return {ROOT / "docs" / "api.md": api()} | {page: filled(page) for page in PAGES}
+    return {ROOT / "docs" / "api.md": api()} | {page: filled(page) for page in pages()}
+
+
+def pages() -> list[Path]:
+    """Every page with something generated in it."""
+    written = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in written if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
 def stale_texts() -> Iterator[Path]:
