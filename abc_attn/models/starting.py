@@ -1,8 +1,9 @@
 """A start for learned slots from a pretrained model itself: slots that look for positions, without any training.
 
 An encoder's hidden states tell where their tokens stand: positions were added to them. So W of the paper's control can
-start as a linear reading of positions, by ridge regression, and slots as the single tokens of a text, in place of
-means of all of it. The control stays the paper's: one W for all layers, no part of it sees a position.
+start as a linear reading of positions, by ridge regression. A slot is then nearly a single token, where a text has no
+more than n and as far as positions can be read, in place of a mean of all. The control stays the paper's: no part of it
+is told a position.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from abc_attn.controls.learned import MLP
 from abc_attn.hf.models import BoundedModel
 from abc_attn.progress import Progress
 
-SHARPNESS = 300.0  # by so much the logit of its own token is the largest, if x told positions exactly; 1,000 explodes
+# By so much the logit of a slot's own token is the largest, if x told positions exactly. At 1,000 the gradients of 64
+# slots in blocks of 512 exploded (LOG.md).
+SHARPNESS = 300.0
 SECOND_CHOICE = 0.2  # ... and that of the token that a slot takes in a text that ends before its own, as a share of it
 RIDGE = 1e-3  # of the mean square of x
 
@@ -25,7 +28,7 @@ RIDGE = 1e-3  # of the mean square of x
 def wanted(slots: int, length: int) -> Tensor:
     """What each slot prefers, `n t`: 1 at its own token, t mod n = i; in texts without that, token i mod n/2, n/4, ...
 
-    So a text of any length is held by all slots, its tokens by about as many each.
+    So a text of any length is held by all slots, and no token by three times as many as another.
     """
     found = torch.zeros(slots, length, dtype=torch.float64)
     slot, weight, period = torch.arange(slots), 1.0, slots
@@ -39,14 +42,24 @@ def wanted(slots: int, length: int) -> Tensor:
     return found
 
 
+def check_starts(model: BoundedModel) -> None:
+    """Refuse a model with a control that cannot start at positions."""
+    controls: Any = model.controls.values()
+    for control in controls:
+        if not isinstance(control, MLP) or control.activation != "exp":
+            raise ValueError(f"control_start=positions is for mlp with activation 'exp', not for {control.title()}")
+
+
 @torch.no_grad()
 def start_at_positions(model: BoundedModel, teacher: BoundedModel, batches: Sequence[Tensor]) -> None:
     """Let every `mlp` of a model look for positions. teacher: the same model with exact attention, which reads
     `batches` of tokens `b t`, without padding and of several lengths."""
-    sums = {mine: _Regression(mine) for mine in {attention.control for attention in model.attentions()}}
+    check_starts(model)
+    sums: dict[Any, _Regression] = {control: _Regression(control) for control in model.controls.values()}
     hooks = [
-        theirs.register_forward_pre_hook(sums[mine.control].add, with_kwargs=True)  # type: ignore[arg-type]
+        theirs.register_forward_pre_hook(sums[mine.control].add, with_kwargs=True)
         for mine, theirs in zip(model.attentions(), teacher.attentions(), strict=True)
+        if mine.control in sums  # others stay exact
     ]
     teacher.eval()
     with Progress("reading positions from hidden states", len(batches)) as progress:
@@ -63,15 +76,13 @@ class _Regression:
     """From the x that an `mlp` reads, of all layers that share it, to what its slots prefer."""
 
     def __init__(self, control: Any) -> None:
-        if not isinstance(control, MLP) or control.activation != "exp":
-            raise ValueError(f"only mlp with activation 'exp' can start at positions, not {control.title()}")
         self.control, width = control, control.embed_dim + 1  # x, and 1
         self.squares = torch.zeros(width, width, dtype=torch.float64)
         self.products = torch.zeros(width, control.slots, dtype=torch.float64)
 
     def add(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
         """A hook of an attention of the teacher."""
-        x = (arguments[0] if arguments else given["hidden_states"]).double().cpu()
+        x = (arguments[0] if arguments else given["hidden_states"]).cpu().double()
         x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)
         self.squares += torch.einsum("btd,bte->de", x, x)
         self.products += x.sum(0).T @ wanted(self.control.slots, x.shape[1]).T

@@ -88,12 +88,16 @@ class EncoderTask(Task):
             few["num_hidden_layers"] = 1
         small: Any = type(config)
         model = kind(small(**self._values(config) | few))
+        self.check_model(model, start)
         lengths = [module.max_length for module in model.modules() if hasattr(module, "max_length")]
         if lengths and min(lengths) < self.length():
             raise ValueError(
                 f"sequences of {self.length()} tokens are longer than the control's max_length={min(lengths)} "
                 "(control_options)"
             )
+
+    def check_model(self, model: PreTrainedModel, start: Path | None) -> None:
+        """What a task asks of its model, of which `model` is a small one. start: None if it is not known yet."""
 
     def _check_positions(self, config: Any, kind: Any) -> None:
         most = config.max_position_embeddings - kind.family.positions_without_token(config)

@@ -87,14 +87,25 @@ class MaskedLM(EncoderTask):
             raise ValueError("objective=transfer needs init_from, a model with exact attention")
         if self.settings.objective == TRANSFER and self.settings.trainable == HEAD:
             raise ValueError("objective=transfer is about attention: trainable must be control, or all")
-        if self.settings.control_start == POSITIONS:
-            if self.settings.init_from is None:
-                raise ValueError("control_start=positions needs init_from, a model with exact attention")
-            control, options = self.model_values.get("control"), self.model_values.get("control_options") or {}
-            if str(control).partition(":")[0] != "mlp" or options.get("activation", "exp") != "exp":
-                raise ValueError(f"control_start=positions is for control mlp with activation exp, got {control!r}")
+        if self.settings.control_start == POSITIONS and self.settings.init_from is None:
+            raise ValueError("control_start=positions needs init_from, a model with exact attention")
         self._files()
         super().check()
+
+    def check_model(self, model: Any, start: Path | None) -> None:
+        if self.settings.control_start == POSITIONS:
+            from abc_attn.models.starting import check_starts
+
+            check_starts(model)
+        if start is not None:
+            self._check_exact(start)
+
+    def _check_exact(self, start: Path) -> None:
+        """What attention is to learn from is exact attention."""
+        theirs, transfer = saved_model(start).get("control", "softmax"), self.settings.objective == TRANSFER
+        if theirs != "softmax" and (transfer or self.settings.control_start == POSITIONS):
+            key = f"objective={TRANSFER}" if transfer else f"control_start={POSITIONS}"
+            raise ValueError(f"{key} needs init_from, a model with exact attention; {start} has control {theirs!r}")
 
     def check_scores(self, names: Sequence[str]) -> None:
         for name in names:
@@ -124,11 +135,13 @@ class MaskedLM(EncoderTask):
 
     def open(self) -> None:
         from abc_attn.data.blocks import build_text
+        from abc_attn.data.segments import Cuts
 
         cache = Path(self.settings.cache_dir).expanduser()
         tokenizer = self.tokenizer_of_start()
         self.text = build_text(self._files(), cache, tokenizer, self.model_values.get("vocab_size"))
         self._scored()  # a text that is too short is refused now
+        Cuts(len(self.text.tokens["train"]), self.settings.block_size - 2, 0)  # ... and one to train on
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -162,11 +175,7 @@ class MaskedLM(EncoderTask):
         from abc_attn.models.transfer import Transfer, exact_twin
 
         assert start is not None
-        theirs = saved_model(start).get("control", "softmax")
-        if theirs != "softmax":
-            transfer = self.settings.objective == TRANSFER
-            key = f"objective={TRANSFER}" if transfer else f"control_start={POSITIONS}"
-            raise ValueError(f"{key} needs init_from, a model with exact attention; {start} has control {theirs!r}")
+        self._check_exact(start)
         teacher = exact_twin(model, start)
         if self.settings.control_start == POSITIONS:
             start_at_positions(model, teacher, self._plain_batches())
